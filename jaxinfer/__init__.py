@@ -1,0 +1,1 @@
+"""jaxinfer: an LLM inference engine in JAX and Pallas for GPUs and TPUs."""

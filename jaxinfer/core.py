@@ -1,0 +1,344 @@
+"""The host's vocabulary: what a request is, what a step plan says, what comes back. No jax here.
+
+Names and defaults follow vLLM's. Who writes a field of `Request` is said beside it: the engine fills it at
+submission, after which only the scheduler changes the counters.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum, StrEnum
+from typing import Any
+
+MAX_LOGIT_BIAS = 512
+"""Most `logit_bias` entries of one request (a fixed-size table on the device)."""
+MAX_BAD_WORDS = 64
+"""Most bad-word token sequences of one request; a word may need two (with and without a leading space)."""
+MAX_BAD_WORD_LEN = 16
+"""Most tokens in one bad word."""
+MAX_END_IDS = 64
+"""Most end-of-sequence and stop token ids of one request together."""
+MAX_LOGPROBS = 20
+"""Most top logprobs a token."""
+MAX_SEED = 2**64
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. Every request ends with exactly one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class RequestStatus(Enum):
+    """Where a request is. PREEMPTED is WAITING with emitted tokens to replay."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+# -- sampling parameters ----------------------------------------------------------------------------------
+
+
+def _require(condition: bool, name: str, value: object, rule: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
+
+
+def _check_number(name: str, value: object, low: float, high: float, rule: str) -> None:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    _require(is_number and low <= float(value) <= high, name, value, rule)  # NaN fails both comparisons
+
+
+def _check_int(name: str, value: object, low: float, high: float, rule: str) -> None:
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    _require(is_int and low <= int(value) <= high, name, value, rule)
+
+
+def _as_tuple(value: Any, kind: type | None = None) -> tuple:
+    if value is None:
+        return ()
+    if kind is not None and isinstance(value, kind):
+        return (value,)
+    return tuple(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Checked when made; ids are checked against the vocabulary later.
+
+    The pipeline's order is in docs/architecture.md. `temperature` 0 is greedy; `top_k` 0 or -1 is off;
+    `max_tokens` None means up to the model's length; `logprobs=k` returns the sampled token's and the k best
+    raw log-probabilities.
+
+    Raises:
+      ValueError: a field is out of its range; the message carries name and value.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        inf = float("inf")
+        big = 3.0e38  # the largest magnitude that stays finite in float32
+        _check_int("n", self.n, 1, 1024, "an integer between 1 and 1024")
+        _require(self.n == 1, "n", self.n, "1 (several answers a prompt are not supported yet)")
+        _require(self.prompt_logprobs is None, "prompt_logprobs", self.prompt_logprobs, "None (not supported)")
+        _check_number("temperature", self.temperature, 0.0, big, "a finite number >= 0")
+        _check_number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]")
+        _check_int("top_k", self.top_k, -1, inf, "-1 or 0 (off) or a positive integer")
+        _check_number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "in [-2, 2]")
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "in [-2, 2]")
+        _check_number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6, "in [1e-6, 1e6]")
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), MAX_SEED - 1, "an integer of at most 64 bits")
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, inf, "a positive integer or None")
+        _check_int("min_tokens", self.min_tokens, 0, inf, "an integer >= 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is beyond max_tokens {self.max_tokens}")
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        object.__setattr__(self, "stop", _as_tuple(self.stop, str))
+        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
+        object.__setattr__(self, "bad_words", _as_tuple(self.bad_words, str))
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                _require(isinstance(text, str) and text != "", name, text, "non-empty strings")
+        if self.stop and not self.detokenize:
+            raise ValueError("stop strings need detokenize=True")
+        _require(len(self.bad_words or ()) <= MAX_BAD_WORDS, "bad_words", len(self.bad_words or ()),
+                 f"at most {MAX_BAD_WORDS} words")  # fmt: skip
+        for token in self.stop_token_ids or ():
+            _check_int("stop_token_ids", token, 0, 2**31 - 1, "token ids")
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            _require(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "non-empty")
+            for token in self.allowed_token_ids:
+                _check_int("allowed_token_ids", token, 0, 2**31 - 1, "token ids")
+        if self.logit_bias is not None:
+            _require(isinstance(self.logit_bias, dict), "logit_bias", self.logit_bias, "a dict of id -> bias")
+            bias = {int(token): value for token, value in self.logit_bias.items()}
+            _require(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", len(bias), f"at most {MAX_LOGIT_BIAS} entries")
+            for token, value in bias.items():
+                _check_int("logit_bias", token, 0, 2**31 - 1, "a dict with token ids as keys")
+                _check_number(f"logit_bias[{token}]", value, -1e9, 1e9, "a finite number within +-1e9")
+            object.__setattr__(self, "logit_bias", bias)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuses ids outside [0, vocab_size).
+
+        Raises:
+          ValueError: names the field, the id and the vocabulary's size.
+        """
+        listed = {
+            "stop_token_ids": self.stop_token_ids or (),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "logit_bias": self.logit_bias or (),
+        }
+        for name, ids in listed.items():
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise ValueError(f"{name}: token id {token} is outside the vocabulary of {vocab_size}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def needs_full_sampler(self) -> bool:
+        """Whether the plain sampler (greedy and temperature) does not suffice."""
+        cuts = not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        lists = self.logit_bias or self.bad_words or self.allowed_token_ids is not None
+        return bool(cuts or penalties or lists or self.min_tokens or self.logprobs is not None)
+
+
+# -- requests -----------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One request and its progress. Compared by identity: an id may be used again, an object never is."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int  # resolved and clipped to the room
+    arrival: int = 0  # submission order; ties of priority fall back to it
+    priority: int = 0  # smaller is more important
+    cache_salt: str = ""
+    seed: int = 0  # resolved: drawn at submission when the caller gave none
+    eos_token_ids: frozenset[int] = frozenset()  # empty under ignore_eos
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] = field(default_factory=list)  # prompt + output known to the host
+    num_computed_tokens: int = 0  # an upper bound where drafts are in flight
+    num_in_flight_tokens: int = 0
+    num_output_placeholders: int = 0
+    num_in_flight_samples: int = 0
+    num_drafts: int = 0  # draft tokens to verify in the next step
+    epoch: int = 0  # preemptions so far; a plan's row with another epoch is stale
+    slot: int = -1  # row of the device's tables while running
+    block_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = -1  # prefix tokens reused at first admission; -1 before it
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Every id that ends this request: end-of-sequence ids and `stop_token_ids`."""
+        return self.eos_token_ids.union(self.params.stop_token_ids or ())
+
+
+# -- plans ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class PlanRow:
+    """One request's share of a step. Holds the object: ids and slots may have new owners at commit."""
+
+    request: Request
+    slot: int
+    epoch: int
+    start: int  # first position computed (host's upper bound)
+    num_tokens: int  # tokens scheduled, drafts included
+    num_drafts: int = 0
+    samples: bool = False
+    is_admission: bool = False
+    first_new_block: int = 0  # block_ids[first_new_block:] were appended by this plan
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step computes: rows with a single token first, then the longer ones."""
+
+    rows: list[PlanRow] = field(default_factory=list)
+    num_decodes: int = 0  # leading rows with exactly one token
+    num_tokens: int = 0
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination) blocks, before the step
+    num_preempted: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.rows
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Tokens of one step, a list a row (empty for rows that do not sample; None marks a failed row)."""
+
+    token_ids: list[list[int] | None]
+    logprobs: list[Any] | None = None  # a row: (sampled, sampled rank, top ids, top logprobs)
+
+
+# -- outputs --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Logprob:
+    """A raw log-probability, its rank (1 = best) and the token's text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One answer. `text` is what streaming produced; `stop_reason` is the stop string or id that matched."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestMetrics:
+    """Times of one request in seconds since its arrival; None for what has not happened."""
+
+    time_to_first_token: float | None = None
+    time_per_output_token: float | None = None
+    e2e_latency: float | None = None
+    queue_time: float | None = None
+    num_preemptions: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+@dataclass
+class RequestOutput:
+    """A request's state at one moment; the last one has `finished` True."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+    error: str | None = None
