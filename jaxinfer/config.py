@@ -1,0 +1,211 @@
+"""What a user may set, and what a model is. Frozen dataclasses; "auto" is resolved by one pure function."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+DTYPES = ("float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+KERNELS = ("auto", "reference")
+WARMUPS = ("auto", "full", "lazy")
+
+VLLM_ALIASES = {
+    "gpu_memory_utilization": "memory_utilization",
+    "num_gpu_blocks_override": "num_blocks",
+    "scheduling_policy": "policy",
+}
+"""vLLM's names for fields of `EngineConfig`."""
+
+VLLM_FIXED = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "enforce_eager": False,
+    "trust_remote_code": False,
+    "quantization": None,
+    "kv_cache_dtype": "auto",
+    "swap_space": 0,
+    "cpu_offload_gb": 0,
+    "enable_chunked_prefill": True,
+    "enable_lora": False,
+    "speculative_config": None,
+    "revision": None,
+    "tokenizer_mode": "auto",
+    "skip_tokenizer_init": False,
+    "disable_log_stats": True,
+}
+"""vLLM's arguments with the one value that means what this engine does; any other is refused by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding. `kind` is "default", "linear", "llama3" or "yarn"; lengths are in tokens.
+
+    `divisors` are per-frequency divisors that a GGUF file states instead of the llama3 parameters.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+    divisors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A dense decoder-only model's dimensions and switches, whatever file they came from."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    has_qk_norm: bool = False
+    has_qkv_bias: bool = False
+    dtype: str = "bfloat16"  # of the checkpoint
+    eos_token_ids: tuple[int, ...] = ()
+    generation_defaults: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+                     "head_dim", "max_position_embeddings"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"the model's {name} must be positive, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} query heads cannot be divided among {self.num_kv_heads} key-value heads"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads a key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that is set once for an engine. None and "auto" are filled in by `resolve`.
+
+    Args:
+      model: a folder with safetensors, a GGUF file, or "smollm2" (the embedded default model).
+      tokenizer: a folder or `tokenizer.json`; None takes the model's.
+      dtype: of weights, activations and cache: "auto", "float32", "bfloat16", "float16".
+      load_format: "auto", "safetensors", "gguf", or "dummy" (random weights from `seed`).
+      seed: for dummy weights and for the seeds of requests that bring none.
+      max_model_len: longest prompt plus output; None takes what model and pool allow.
+      max_num_seqs: requests that run at once.
+      max_num_batched_tokens: tokens a step computes at most.
+      long_prefill_token_threshold: what counts as a long prompt in the fairness rule; None is a quarter of the
+        budget.
+      block_size: tokens a KV-cache block.
+      num_blocks: blocks of the KV cache, the reserved null block included; None sizes it from free memory.
+      memory_utilization: the share of device memory that weights, temporaries and cache may take together.
+      enable_prefix_caching: reuse K and V of equal prefixes.
+      kernels: "auto", or "reference" for plain jnp everywhere.
+      policy: "fcfs" or "priority".
+      depth: steps in flight: 1 is synchronous, 2 plans a step while the one before it runs.
+      warmup: "full" compiles every bucket at start, "lazy" at first use; "auto" is lazy on CPU only.
+      compile_cache: folder of the persistent compilation cache; "auto" is one below the user's cache folder,
+        None is off.
+      hf_overrides: keys of the model's config.json to replace; None as a value removes the key.
+    """
+
+    model: str = "smollm2"
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    load_format: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    long_prefill_token_threshold: int | None = None
+    block_size: int | None = None
+    num_blocks: int | None = None
+    memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    kernels: str = "auto"
+    policy: str = "fcfs"
+    depth: int = 1
+    warmup: str = "auto"
+    compile_cache: str | None = "auto"
+    hf_overrides: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        choices = {"dtype": ("auto", *DTYPES), "load_format": LOAD_FORMATS, "kernels": KERNELS,
+                   "policy": ("fcfs", "priority"), "warmup": WARMUPS}  # fmt: skip
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        least = {"max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 1,
+                 "num_blocks": 2, "long_prefill_token_threshold": 1, "depth": 1}  # fmt: skip
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+                raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+        if not isinstance(self.model, str) or not self.model:
+            raise ValueError(f"model must be a path or a name, got {self.model!r}")
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ValueError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
+        if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed must be an integer of at most 64 bits, got {self.seed!r}")
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> Self:
+        """An `EngineConfig` from its own field names or vLLM's.
+
+        Raises:
+          ValueError: an unknown name (with the nearest known one), or a vLLM argument set to what is not
+            supported.
+        """
+        names = {item.name for item in dataclasses.fields(cls)}
+        known: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            if name in VLLM_FIXED:
+                if value not in (None, VLLM_FIXED[name]):
+                    raise ValueError(f"{name}={value!r} is not supported (only {VLLM_FIXED[name]!r})")
+                continue
+            field_name = VLLM_ALIASES.get(name, name)
+            if field_name not in names:
+                near = difflib.get_close_matches(name, [*names, *VLLM_ALIASES], n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ValueError(f"unknown argument {name}{hint}")
+            if field_name in known:
+                raise ValueError(f"{name} and {field_name} are the same setting")
+            known[field_name] = value
+        return cls(**known)
+
+    def resolve(self, platform: str, max_position_embeddings: int) -> Self:
+        """Fills every automatic value that depends on the platform ("cpu", "gpu" or "tpu").
+
+        `max_model_len` and `num_blocks` stay None where memory decides them later. On a CPU the defaults are a
+        person's: float32, small blocks, a small budget, programs compiled when they are first needed.
+        """
+        is_cpu = platform == "cpu"
+        longest = self.max_model_len or max_position_embeddings
+        budget = self.max_num_batched_tokens or (512 if is_cpu else min(8192, max(2048, longest)))
+        max_num_seqs = self.max_num_seqs or min(budget, 32 if is_cpu else 256)
+        return dataclasses.replace(
+            self,
+            dtype=("float32" if is_cpu else "bfloat16") if self.dtype == "auto" else self.dtype,
+            block_size=self.block_size or {"cpu": 16, "tpu": 128}.get(platform, 64),
+            max_num_batched_tokens=max(budget, max_num_seqs) if self.max_num_batched_tokens is None else budget,
+            max_num_seqs=max_num_seqs,
+            warmup=("lazy" if is_cpu else "full") if self.warmup == "auto" else self.warmup,
+        )

@@ -1,0 +1,5 @@
+"""The step loop: plan, pack, dispatch, fetch, commit."""
+
+from jaxinfer.engine.engine import Engine
+
+__all__ = ["Engine"]

@@ -1,0 +1,150 @@
+"""From a configuration to everything an engine runs on: checkpoint, model, memory, programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from jaxinfer.batch import BatchShape, DeviceShapes
+from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.engine.buckets import BucketLadder
+from jaxinfer.engine.kv_pool import BLOCK_GRID, MemoryAccount, make_caches, size_pool
+from jaxinfer.engine.programs import Programs
+from jaxinfer.engine.runner import Runner
+from jaxinfer.loaders import Checkpoint, dummy_weights, fill_weights, open_checkpoint
+from jaxinfer.models import DenseModel, build_model, find_family, parse_config
+from jaxinfer.scheduler import resolve_max_model_len
+from jaxinfer.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `build` makes."""
+
+    config: EngineConfig  # resolved; max_model_len and num_blocks are numbers
+    model: ModelConfig
+    tokenizer: Tokenizer | None
+    runner: Runner
+    account: MemoryAccount
+
+
+def build(config: EngineConfig) -> Parts:
+    """Loads a model and makes the engine's device side.
+
+    Raises:
+      ValueError: what the user asked for cannot be had; one sentence with the values.
+    """
+    checkpoint = open_checkpoint(config.model, config.load_format)
+    model_config = parse_config(checkpoint.config, checkpoint.generation_config, config.hf_overrides)
+    tokenizer = open_tokenizer(config, checkpoint)
+    _enable_compile_cache(config.compile_cache)
+    device = jax.devices()[0]
+    config = config.resolve(jax.default_backend(), model_config.max_position_embeddings)
+    model = build_model(model_config, config.dtype)
+    weights = load_weights(config, checkpoint, model_config, model, device)
+    weight_bytes = sum(leaf.nbytes for leaf in weights)
+    temporaries = _temporary_bytes(config, model_config, model, device)
+    account = size_pool(config, model_config, weights=weight_bytes, temporaries=temporaries, device=device)
+    assert config.block_size is not None
+    max_model_len = resolve_max_model_len(
+        config.max_model_len, model_config.max_position_embeddings, (account.num_blocks - 1) * config.block_size
+    )
+    config = dataclasses.replace(config, max_model_len=max_model_len, num_blocks=account.num_blocks)
+    programs = _programs(config, model_config, model, account.num_blocks, max_model_len)
+    runner = Runner(weights, programs, _ladder(config), _cache_maker(config, model_config, account.num_blocks))
+    return Parts(config, model_config, tokenizer, runner, account)
+
+
+def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    """The tokenizer that was named, or the model's; None where a folder has none."""
+    if config.tokenizer is not None:
+        path = Path(config.tokenizer).expanduser()
+        if not path.exists():
+            raise ValueError(f"tokenizer {config.tokenizer!r}: no such file or folder")
+        return load_tokenizer(path)
+    if checkpoint.tokenizer_data is not None:
+        return tokenizer_from_gguf(checkpoint.tokenizer_data)
+    folder = Path(checkpoint.path)
+    return load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+
+
+def load_weights(
+    config: EngineConfig, checkpoint: Checkpoint, model_config: ModelConfig, model: DenseModel, device: jax.Device
+) -> list[jax.Array]:
+    """The flat list of parameters, in the model's leaf order, on the device."""
+    leaves = [(path, leaf.get_value()) for path, leaf in nnx.to_flat_state(nnx.state(model))]
+    sharding = SingleDeviceSharding(device)
+    if config.load_format == "dummy":
+        return dummy_weights([leaf for _, leaf in leaves], [sharding] * len(leaves), config.seed)
+    family = find_family([model_config.architecture])
+    sources = family.sources(model_config)
+    is_tied = model_config.tie_word_embeddings
+    return fill_weights(checkpoint, leaves, sources, lambda path: sharding, is_tied=is_tied)
+
+
+def _ladder(config: EngineConfig) -> BucketLadder:
+    assert config.max_num_seqs is not None
+    assert config.max_num_batched_tokens is not None
+    assert config.block_size is not None
+    platform = jax.default_backend()
+    return BucketLadder.make(platform, config.max_num_seqs, config.max_num_batched_tokens, config.block_size)
+
+
+def _programs(
+    config: EngineConfig, model_config: ModelConfig, model: DenseModel, num_blocks: int, max_model_len: int
+) -> Programs:
+    assert config.max_num_seqs is not None
+    assert config.block_size is not None
+    shapes = DeviceShapes(
+        num_slots=config.max_num_seqs,
+        max_blocks=-(-max_model_len // config.block_size),
+        max_len=max_model_len,
+        vocab_size=model_config.vocab_size,
+    )
+    return Programs(
+        model, model_config, shapes, num_blocks=num_blocks, block_size=config.block_size, dtype=config.dtype
+    )
+
+
+def _cache_maker(config: EngineConfig, model_config: ModelConfig, num_blocks: int):
+    assert config.block_size is not None
+    block_size, dtype = config.block_size, config.dtype
+    return lambda: make_caches(model_config, num_blocks, block_size, dtype)
+
+
+def _temporary_bytes(
+    config: EngineConfig, model_config: ModelConfig, model: DenseModel, device: jax.Device
+) -> int:
+    """Bytes beside weights and pool: the largest step's and sampler's temporaries, and the tables by slot.
+
+    Learnt by compiling them with a provisional pool; on a CPU, where the pool's size is fixed, not asked.
+    """
+    if device.platform == "cpu" or config.num_blocks is not None:
+        return 0
+    longest = config.max_model_len or model_config.max_position_embeddings
+    programs = _programs(config, model_config, model, BLOCK_GRID, longest)
+    shape: BatchShape = _ladder(config).shapes[0]
+    keys = [programs.step_key(shape), ("full", shape.num_rows)]
+    programs.compile(keys)
+    logits = shape.num_rows * model_config.vocab_size * 4
+    tables = sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(programs.features))
+    return max(map(programs.temporary_bytes, keys)) + logits + tables
+
+
+def _enable_compile_cache(setting: str | None) -> None:
+    """Turns on jax's persistent compilation cache, unless the user has set one up or does not want it."""
+    if setting is None or jax.config.jax_compilation_cache_dir is not None:
+        return
+    if setting == "auto":
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        setting = str(root / "jaxinfer" / f"jax-{jax.__version__}")
+    jax.config.update("jax_compilation_cache_dir", setting)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,256 @@
+"""The step loop. One lock guards it; whoever waits for tokens drives it.
+
+      submit -> scheduler.schedule() -> runner.dispatch() -> ... -> runner.fetch() -> scheduler.commit() -> outputs
+                        ^ up to `depth` steps are between dispatch and fetch ^
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from jaxinfer.batch import BatchShape
+from jaxinfer.cache import KVCacheManager
+from jaxinfer.config import EngineConfig
+from jaxinfer.core import FinishReason, Request, SamplingParams
+from jaxinfer.engine.build import build
+from jaxinfer.engine.interrupts import deferred_interrupts
+from jaxinfer.engine.programs import Key
+from jaxinfer.engine.requests import Prompt, RequestFactory
+from jaxinfer.engine.runner import InFlight
+from jaxinfer.engine.state import RequestState
+from jaxinfer.metrics import EngineStats
+from jaxinfer.scheduler import Scheduler, SchedulerLimits
+
+
+class Engine:
+    """A model that runs requests step by step.
+
+    Args:
+      config: what to run and how; automatic values are resolved here.
+      on_compile: called with the number of programs about to be compiled, and once for each that is done.
+
+    Raises:
+      ValueError: the model or the settings cannot be had.
+    """
+
+    def __init__(self, config: EngineConfig, on_compile: Callable[[int, bool], None] | None = None) -> None:
+        parts = build(config)
+        self.config, self.model, self.tokenizer = parts.config, parts.model, parts.tokenizer
+        self.account = parts.account
+        self.runner = parts.runner
+        self.lock = threading.RLock()
+        self._on_compile = on_compile or (lambda count, is_done: None)
+        self._states: dict[Request, RequestState] = {}
+        self._in_flight: deque[InFlight] = deque()
+        self._counts = EngineStats()
+        assert self.config.block_size is not None
+        assert self.config.num_blocks is not None
+        assert self.config.max_model_len is not None
+        self._cache = KVCacheManager(
+            self.config.num_blocks, self.config.block_size, enable_prefix_caching=self.config.enable_prefix_caching
+        )
+        self._scheduler = Scheduler(_limits(self.config), self._cache, lambda request: self._states[request].check_stop())
+        self.factory = RequestFactory(self.model, self.tokenizer, self.config.max_model_len, self.config.seed)
+        if self.config.warmup == "full":
+            self._warm_up(self.runner.ladder.shapes)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def make(self, prompt: Prompt, params: SamplingParams, *, is_streaming: bool = False, priority: int = 0) -> RequestState:
+        """Checks a request without queueing it.
+
+        Raises:
+          ValueError: it can never run; the message says why.
+        """
+        with self.lock:
+            request, text = self.factory.make(prompt, params, priority=priority)
+        return RequestState(request, text, self.tokenizer, is_streaming=is_streaming)
+
+    def submit(self, states: list[RequestState]) -> None:
+        """Queues checked requests, and compiles what they can reach where that was left for later."""
+        with deferred_interrupts(), self.lock:
+            for state in states:
+                self._states[state.request] = state
+                self._scheduler.add(state.request)
+        if self.config.warmup == "lazy":
+            with self.lock:
+                self._compile_reachable()
+
+    def abort(self, state: RequestState) -> None:
+        """Ends a request wherever it is; one that has ended stays as it is."""
+        with deferred_interrupts(), self.lock:
+            self._end(state, FinishReason.ABORT)
+
+    def abort_all(self) -> None:
+        """Ends every live request."""
+        with deferred_interrupts(), self.lock:
+            for state in list(self._states.values()):
+                self._end(state, FinishReason.ABORT)
+
+    def find(self, request_id: str) -> RequestState | None:
+        """The live request with this id."""
+        with self.lock:
+            return next((state for request, state in self._states.items() if request.request_id == request_id), None)
+
+    # -- stepping -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Dispatches the next step if there is one, and commits the oldest if none may be added. False when idle.
+
+        Ctrl-C is held back until the step is whole.
+        """
+        with deferred_interrupts(), self.lock:
+            try:
+                return self._step()
+            except Exception as error:  # whatever the device or jax raised: end what was in flight, go on
+                self._fail(error)
+                return True
+
+    def _step(self) -> bool:
+        if len(self._in_flight) < self.config.depth:
+            plan = self._scheduler.schedule()
+            if not plan.is_empty:
+                now = time.perf_counter()
+                for row in plan.rows:
+                    self._states[row.request].timeline.record_scheduled(now)
+                self._in_flight.append(InFlight(plan, None))  # so that a failure finds its requests
+                self._in_flight[-1] = self.runner.dispatch(plan)
+                self._counts.num_steps += 1
+                self._counts.num_mixed_steps += 0 < plan.num_decodes < len(plan.rows)
+                if len(self._in_flight) < self.config.depth:
+                    return True
+        if not self._in_flight:
+            self._scheduler.check_integrity()
+            return False
+        self._commit()
+        return True
+
+    def _commit(self) -> None:
+        step = self._in_flight[0]
+        result = self.runner.fetch(step)
+        self._in_flight.popleft()
+        emissions = self._scheduler.commit(step.plan, result)
+        now = time.perf_counter()
+        for emission in emissions:
+            state = self._states[emission.request]
+            state.timeline.record_tokens(len(emission.token_ids), now)
+            self._counts.generation_tokens += len(emission.token_ids)
+            if result.logprobs is not None:
+                state.add_logprobs(emission.token_ids, result.logprobs[emission.row])
+            if emission.request.finish_reason is FinishReason.ERROR:
+                state.error = "no token could be chosen: every logit is -inf, or one is NaN"
+            if emission.request.is_finished:
+                self._close(state)
+            elif state.is_streaming:
+                state.outputs.append(state.make_output())
+
+    def _end(self, state: RequestState, reason: FinishReason) -> None:
+        if state.request in self._states:
+            self._scheduler.finish(state.request, reason)
+            self._close(state)
+
+    def _close(self, state: RequestState) -> None:
+        del self._states[state.request]
+        self._counts.prompt_tokens += state.request.num_prompt_tokens
+        state.finish(time.perf_counter())
+
+    def _fail(self, error: Exception) -> None:
+        """After a failed step: its requests end, the pool is new, the others go on."""
+        self._counts.num_failed_steps += 1
+        lost = {row.request for step in self._in_flight for row in step.plan.rows} | set(self._scheduler.running)
+        self._in_flight.clear()
+        for request in lost:
+            if request in self._states:
+                self._states[request].error = f"a step failed: {type(error).__name__}: {error}"
+                self._end(self._states[request], FinishReason.ERROR)
+        self._cache.reset()
+        self.runner.reset()
+
+    # -- programs -----------------------------------------------------------------------------------------------------
+
+    def _warm_up(self, shapes: Iterable[BatchShape]) -> None:
+        keys = self.runner.programs.keys(shapes)
+        self._announce(keys)
+        repeats = 1 if self.runner.weights[0].device.platform == "cpu" else 3
+        self.runner.warm_up(keys, repeats, lambda key: self._on_compile(0, True))
+
+    def _announce(self, keys: list[Key]) -> None:
+        missing = self.runner.programs.missing(keys)
+        if missing:
+            self._on_compile(len(missing), False)
+
+    def _compile_reachable(self) -> None:
+        """Compiles the buckets that the live requests can reach, before any of them runs."""
+        requests = list(self._scheduler.live_requests())
+        shapes = self._reachable(requests)
+        programs = self.runner.programs
+        kinds = {"full" if request.params.needs_full_sampler else "plain" for request in requests}
+        keys = [
+            key
+            for key in programs.keys(shapes)
+            if key[0] in kinds or key[0] in ("step", "admit") or (key[0] == "features" and "full" in kinds)
+        ]
+        if self.config.enable_prefix_caching:
+            keys.append(("copy", programs.copy_sizes[0]))
+        self._announce(keys)
+        programs.compile(keys, lambda key: self._on_compile(0, True))
+
+    def _reachable(self, requests: list[Request]) -> list[BatchShape]:
+        ladder, budget = self.runner.ladder, self.config.max_num_batched_tokens
+        assert budget is not None
+        assert self.config.max_num_seqs is not None
+        if not requests:
+            return []
+        if len(requests) == 1:
+            length = requests[0].num_tokens
+            chunks = {budget if length > budget else length, length % budget or budget, 1}
+            return list({ladder.fit(chunk, 1) for chunk in chunks if chunk <= max(length, 1)})
+        rows = min(len(requests), self.config.max_num_seqs)
+        tokens = min(budget, sum(request.num_tokens for request in requests))
+        widest = ladder.fit(max(tokens, rows), rows)
+        most = ladder.fit(rows, rows).num_rows
+        return [s for s in ladder.shapes if s.num_tokens <= widest.num_tokens and s.num_rows <= max(most, widest.num_rows)]
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all reusable prefixes; requests in progress keep what they have."""
+        with deferred_interrupts(), self.lock:
+            self._cache.reset()
+        return True
+
+    def stats(self) -> EngineStats:
+        """Counts and gauges as they are now."""
+        with self.lock:
+            counts, cache, programs = self._counts, self._cache, self.runner.programs
+            counts.num_requests_running = len(self._scheduler.running)
+            counts.num_requests_waiting = len(self._scheduler.waiting)
+            counts.kv_cache_usage_perc = cache.usage
+            counts.num_preemptions = self._scheduler.num_preemptions
+            counts.prefix_cache_queries = cache.stats.num_queried_tokens
+            counts.prefix_cache_hits = cache.stats.num_hit_tokens
+            counts.num_block_copies = cache.stats.num_partial_copies
+            counts.num_programs = programs.stats.num_programs
+            counts.compile_seconds = programs.stats.seconds
+            counts.num_compiles_while_serving = programs.stats.num_lazy
+            counts.num_blocks = self.config.num_blocks or 0
+            counts.block_size = self.config.block_size or 0
+            counts.max_model_len = self.config.max_model_len or 0
+            counts.kernels = "reference"
+            return EngineStats(**vars(counts))
+
+
+def _limits(config: EngineConfig) -> SchedulerLimits:
+    assert config.max_num_seqs is not None
+    assert config.max_num_batched_tokens is not None
+    assert config.max_model_len is not None
+    return SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        policy=config.policy,
+    )

@@ -1,0 +1,140 @@
+"""A plan, as the int32 buffers that the device reads. NumPy only; every call fills fresh memory.
+
+A buffer is never rewritten: jax may still be reading it (on a CPU it even aliases it).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxinfer.batch import BatchLayout, DeviceShapes, SlotLayout
+from jaxinfer.core import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, PlanRow, Request, StepPlan
+
+
+def pack(plan: StepPlan, layout: BatchLayout, num_slots: int) -> np.ndarray:
+    """The step's buffer, int32 [layout.size].
+
+    Args:
+      plan: rows within the layout's bucket.
+      layout: of the bucket.
+      num_slots: B, the slot of padding rows.
+    """
+    buffer = np.zeros(layout.size, np.int32)
+    part = {name: buffer[where] for name, where in layout.slices.items()}
+    part["token_rows"][:] = layout.shape.num_rows
+    part["slot_ids"][:] = num_slots
+    part["update_slots"][:] = num_slots
+    part["num_decodes"][0] = plan.num_decodes
+    lengths = np.array([row.num_tokens for row in plan.rows], np.int32)
+    ends = np.cumsum(lengths)
+    starts = part["query_start_loc"]
+    starts[1 : len(lengths) + 1] = ends
+    starts[len(lengths) + 1 :] = plan.num_tokens
+    part["token_rows"][: plan.num_tokens] = np.repeat(np.arange(len(lengths)), lengths)
+    num_updates = 0
+    for number, row in enumerate(plan.rows):
+        request = row.request
+        known = request.token_ids[row.start : row.start + row.num_tokens]
+        part["token_ids"][starts[number] : starts[number] + len(known)] = known
+        part["slot_ids"][number] = row.slot
+        part["samples"][number] = row.samples
+        part["from_carry"][number] = row.start >= request.num_tokens
+        if not row.is_admission:
+            num_updates += _pack_new_blocks(row, part, num_updates)
+    return buffer
+
+
+def _pack_new_blocks(row: PlanRow, part: dict[str, np.ndarray], at: int) -> int:
+    blocks = row.request.block_ids[row.first_new_block :]
+    where = slice(at, at + len(blocks))
+    part["update_slots"][where] = row.slot
+    part["update_columns"][where] = np.arange(row.first_new_block, row.first_new_block + len(blocks))
+    part["update_blocks"][where] = blocks
+    return len(blocks)
+
+
+def pack_slots(rows: list[PlanRow], shapes: DeviceShapes, num_rows: int) -> np.ndarray:
+    """Admitted rows' slots for the `admit` program, int32 [num_rows, width]."""
+    layout = shapes.slot_layout
+    packed = _padding(layout, num_rows, shapes.num_slots)
+    for line, row in zip(packed, rows, strict=False):
+        request = row.request
+        _put(line, layout, "slot_ids", row.slot)
+        _put(line, layout, "num_computed", row.start)
+        _put(line, layout, "temperature", request.params.temperature)
+        _put(line, layout, "seeds", [request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF])
+        table = line[layout.columns["block_table"][0]]
+        table[: len(request.block_ids)] = request.block_ids
+    return packed
+
+
+def pack_features(rows: list[PlanRow], shapes: DeviceShapes, num_rows: int) -> np.ndarray:
+    """Admitted rows' sampler features for the `features` program, int32 [num_rows, width]."""
+    layout = shapes.feature_layout
+    packed = _padding(layout, num_rows, shapes.num_slots)
+    for line, row in zip(packed, rows, strict=False):
+        _put(line, layout, "slot_ids", row.slot)
+        for name, value in feature_values(row.request, shapes).items():
+            _put(line, layout, name, value)
+    return packed
+
+
+def feature_values(request: Request, shapes: DeviceShapes) -> dict[str, object]:
+    """A request's `Features`, by field; lists are as long as they are, the rest of a field is filled up here."""
+    params, vocab = request.params, shapes.vocab_size
+    bias = params.logit_bias or {}
+    words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, np.int32)
+    for number, word in enumerate(request.bad_word_ids):
+        words[number, MAX_BAD_WORD_LEN - len(word) :] = word
+    history = np.zeros(shapes.max_len, np.int32)
+    history[: request.num_tokens] = request.token_ids
+    return {
+        "prompt_lens": request.num_prompt_tokens,
+        "min_lens": request.num_prompt_tokens + params.min_tokens,
+        "top_k": vocab if params.top_k <= 0 else min(params.top_k, vocab),
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "bias_ids": _filled(list(bias), vocab, shapes, "bias_ids"),
+        "bias_values": _filled(list(bias.values()), 0.0, shapes, "bias_values"),
+        "end_ids": _filled(sorted(request.end_token_ids), vocab, shapes, "end_ids"),
+        "bad_words": words.reshape(-1),
+        "allowed": _allowed_mask(params.allowed_token_ids, shapes),
+        "history": history,
+    }
+
+
+def _filled(values: list, filler: float, shapes: DeviceShapes, name: str) -> np.ndarray:
+    where, dtype = shapes.feature_layout.columns[name]
+    full = np.full(where.stop - where.start, filler, dtype)
+    full[: len(values)] = values
+    return full
+
+
+def _allowed_mask(allowed: object, shapes: DeviceShapes) -> np.ndarray:
+    if allowed is None:
+        return np.full(shapes.num_mask_words, -1, np.int32)
+    bits = np.zeros(shapes.num_mask_words * 32, np.uint8)
+    bits[np.asarray(allowed, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _padding(layout: SlotLayout, num_rows: int, num_slots: int) -> np.ndarray:
+    packed = np.zeros((num_rows, layout.width), np.int32)
+    packed[:, 0] = num_slots
+    return packed
+
+
+def _put(line: np.ndarray, layout: SlotLayout, name: str, value: object) -> None:
+    where, dtype = layout.columns[name]
+    line[where] = np.atleast_1d(np.asarray(value, dtype)).view(np.int32)
+
+
+def pack_copies(copies: list[tuple[int, int]], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(sources, targets), int32 [size] each, padded 0 -> 0."""
+    both = np.zeros((2, size), np.int32)
+    if copies:
+        both[:, : len(copies)] = np.array(copies, np.int32).T
+    return both[0], both[1]

@@ -1,0 +1,254 @@
+"""The engine's pure functions, and their compiled forms.
+
+      step     (weights, caches, tables, carry, buffer) -> (caches, tables, logits, rows)     keyed by (T, S)
+      plain    (carry, logits, rows)                    -> (carry, out)                       keyed by S
+      full     (carry, features, logits, rows)          -> (carry, features, out)             keyed by S
+      admit    (carry, tables, packed)                  -> (carry, tables)       slots that get a new owner
+      features (features, packed)                       -> features              the same, for the full sampler
+      copy     (caches, sources, targets)               -> caches                copy-on-write of blocks
+
+Donated state comes back first. Nothing else is compiled while serving.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfer.batch import (
+    AttentionMetadata,
+    Batch,
+    BatchLayout,
+    BatchShape,
+    Carry,
+    DeviceShapes,
+    Features,
+    Rows,
+    features_from_columns,
+)
+from jaxinfer.config import ModelConfig
+from jaxinfer.layers import KVCache
+from jaxinfer.models import DenseModel
+from jaxinfer.sampling import sample_full, sample_plain
+
+ADMIT_ROWS = 8
+"""Slots that one upload refills."""
+FEATURE_ROWS = 2
+COPY_SIZES = (8,)
+"""Blocks that one copy program moves; the largest is max_num_seqs, since a plan copies at most one block a row."""
+COMPILE_STACK_BYTES = 64 << 20
+"""XLA's passes recurse deeply; the default stack of a thread overflows on large programs."""
+
+type Key = tuple[Any, ...]
+
+
+@dataclass
+class CompileStats:
+    """What compilation cost: before serving (warm-up) and, a defect on accelerators, during it."""
+
+    num_programs: int = 0
+    seconds: float = 0.0
+    num_lazy: int = 0
+    names: list[str] = field(default_factory=list)
+
+
+class Programs:
+    """All programs of an engine, compiled ahead or at first use.
+
+    Args:
+      model: the abstract model.
+      config: its dimensions.
+      shapes: sizes shared by all programs.
+      num_blocks: blocks of the pool.
+      block_size: tokens a block.
+      dtype: of the cache.
+    """
+
+    def __init__(
+        self,
+        model: DenseModel,
+        config: ModelConfig,
+        shapes: DeviceShapes,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: str,
+    ) -> None:
+        graph, state = nnx.split(model)
+        self.weights, tree = jax.tree.flatten(state)
+        self._rebuild = lambda leaves: nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        self.shapes = shapes
+        self.stats = CompileStats()
+        page = jax.ShapeDtypeStruct(
+            (num_blocks, config.num_kv_heads, block_size, config.head_dim), jnp.dtype(dtype)
+        )
+        self.caches: list[Any] = [(page, page) for _ in range(config.num_layers)]
+        self.tables = jax.ShapeDtypeStruct((shapes.num_slots, shapes.max_blocks), jnp.int32)
+        self.carry = jax.eval_shape(shapes.zero_carry)
+        self.features = jax.eval_shape(shapes.zero_features)
+        self._compiled: dict[Key, Callable[..., Any]] = {}
+        self._lock = threading.Lock()
+
+    # -- access -----------------------------------------------------------------------------------------------------
+
+    def get(self, key: Key) -> Callable[..., Any]:
+        """A compiled program; compiled now if it was not yet."""
+        if key not in self._compiled:
+            self.stats.num_lazy += 1
+            self._compile(key)
+        return self._compiled[key]
+
+    def missing(self, keys: Iterable[Key]) -> list[Key]:
+        """Those of the keys that are not compiled yet."""
+        return [key for key in dict.fromkeys(keys) if key not in self._compiled]
+
+    def compile(self, keys: Iterable[Key], on_done: Callable[[Key], None] = lambda key: None) -> None:
+        """Compiles programs on threads: tracing holds the interpreter's lock, XLA does not."""
+        missing = self.missing(keys)
+
+        def work(key: Key) -> None:
+            self._compile(key)
+            on_done(key)
+
+        old = threading.stack_size(COMPILE_STACK_BYTES)
+        try:
+            with ThreadPoolExecutor(max_workers=max(1, min(8, len(missing)))) as pool:
+                list(pool.map(work, missing))
+        finally:
+            threading.stack_size(old)
+
+    def _compile(self, key: Key) -> None:
+        start = time.perf_counter()
+        function, donated, arguments = self._describe(key)
+        compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+        with self._lock:
+            self._compiled[key] = compiled
+            self.stats.num_programs += 1
+            self.stats.seconds += time.perf_counter() - start
+            self.stats.names.append("-".join(map(str, key)))
+
+    def temporary_bytes(self, key: Key) -> int:
+        """Device memory that a program needs beside its arguments and aliased results."""
+        analysis = self.get(key).memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
+        return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+
+    # -- what each program is -------------------------------------------------------------------------------------------
+
+    def step_key(self, shape: BatchShape) -> Key:
+        return ("step", shape.num_tokens, shape.num_rows, shape.block_size)
+
+    def keys(self, shapes: Iterable[BatchShape]) -> list[Key]:
+        """Every program that steps of these shapes need."""
+        shapes = list(shapes)
+        rows = sorted({shape.num_rows for shape in shapes}, reverse=True)
+        samplers = [(kind, size) for size in rows for kind in ("plain", "full")]
+        copies = [("copy", size) for size in self.copy_sizes]
+        return [*map(self.step_key, shapes), *samplers, ("admit",), ("features",), *copies]
+
+    @property
+    def copy_sizes(self) -> tuple[int, ...]:
+        return tuple(sorted({*(size for size in COPY_SIZES if size < self.shapes.num_slots), self.shapes.num_slots}))
+
+    def _describe(self, key: Key) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
+        """(function, donated arguments, abstract arguments) of a key."""
+        match key:
+            case ("step", num_tokens, num_rows, block_size):
+                layout = BatchLayout(BatchShape(num_tokens, num_rows, block_size))
+                buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+                return self._step(layout), (1, 2), (self.weights, self.caches, self.tables, self.carry, buffer)
+            case ("plain", num_rows):
+                return sample_plain, (0,), (self.carry, self._logits(num_rows), _abstract_rows(num_rows))
+            case ("full", num_rows):
+                arguments = (self.carry, self.features, self._logits(num_rows), _abstract_rows(num_rows))
+                return sample_full, (0, 1), arguments
+            case ("admit",):
+                packed = jax.ShapeDtypeStruct((ADMIT_ROWS, self.shapes.slot_layout.width), jnp.int32)
+                return self._admit, (0, 1), (self.carry, self.tables, packed)
+            case ("features",):
+                packed = jax.ShapeDtypeStruct((FEATURE_ROWS, self.shapes.feature_layout.width), jnp.int32)
+                return self._upload_features, (0,), (self.features, packed)
+            case ("copy", size):
+                blocks = jax.ShapeDtypeStruct((size,), jnp.int32)
+                return copy_blocks, (0,), (self.caches, blocks, blocks)
+        raise KeyError(key)
+
+    def _logits(self, num_rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_rows, self.shapes.vocab_size), jnp.float32)
+
+    def _step(self, layout: BatchLayout) -> Callable[..., Any]:
+        def step(
+            weights: list[jax.Array], caches: list[KVCache], tables: jax.Array, carry: Carry, buffer: jax.Array
+        ) -> tuple[list[KVCache], jax.Array, jax.Array, Rows]:
+            batch = layout.unpack(buffer)
+            tables = tables.at[batch.update_slots, batch.update_columns].set(batch.update_blocks, mode="drop")
+            token_ids, meta = derive_inputs(batch, tables, carry, layout.shape.block_size)
+            model = self._rebuild(weights)
+            hidden, caches = model(token_ids, meta, caches)
+            last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
+            return caches, tables, model.logits(hidden[last]), batch.rows
+
+        return step
+
+    def _admit(self, carry: Carry, tables: jax.Array, packed: jax.Array) -> tuple[Carry, jax.Array]:
+        part = self.shapes.slot_layout.unpack(packed)
+        slots = part["slot_ids"][:, 0]
+        carry = Carry(
+            last_tokens=carry.last_tokens,
+            num_computed=carry.num_computed.at[slots].set(part["num_computed"][:, 0], mode="drop"),
+            temperature=carry.temperature.at[slots].set(part["temperature"][:, 0], mode="drop"),
+            seeds=carry.seeds.at[slots].set(part["seeds"], mode="drop"),
+        )
+        return carry, tables.at[slots].set(part["block_table"], mode="drop")
+
+    def _upload_features(self, features: Features, packed: jax.Array) -> Features:
+        part = self.shapes.feature_layout.unpack(packed)
+        slots = part.pop("slot_ids")[:, 0]
+        rows = features_from_columns(part)
+        return jax.tree.map(lambda table, new: table.at[slots].set(new, mode="drop"), features, rows)
+
+
+def _abstract_rows(num_rows: int) -> Rows:
+    ints = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+    return Rows(ints, jax.ShapeDtypeStruct((num_rows,), jnp.bool_), ints)  # pyright: ignore[reportArgumentType]
+
+
+def derive_inputs(
+    batch: Batch, tables: jax.Array, carry: Carry, block_size: int
+) -> tuple[jax.Array, AttentionMetadata]:
+    """Token ids, positions and slots of a step, from the device's own counts: the host may only know bounds.
+
+        row s:    token t at position num_computed[slot] + (t - query_start_loc[s])
+                  in block tables[slot, position // block_size], at offset position % block_size
+    """
+    num_rows = batch.slot_ids.shape[0]
+    computed = carry.num_computed.at[batch.slot_ids].get(mode="fill", fill_value=0)
+    num_new = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
+    block_tables = tables.at[batch.slot_ids].get(mode="fill", fill_value=0)
+    is_token = batch.token_rows < num_rows
+    row = jnp.minimum(batch.token_rows, num_rows - 1)
+    offset = jnp.arange(batch.token_ids.shape[0], dtype=jnp.int32) - batch.query_start_loc[row]
+    positions = jnp.where(is_token, computed[row] + offset, 0)
+    blocks = block_tables.at[row, positions // block_size].get(mode="clip")
+    last_tokens = carry.last_tokens.at[batch.slot_ids].get(mode="fill", fill_value=0)
+    is_carried = batch.from_carry[row] & (offset == 0) & is_token
+    meta = AttentionMetadata(
+        positions=positions,
+        slot_mapping=jnp.where(is_token, blocks * block_size + positions % block_size, 0),
+        block_tables=block_tables,
+        seq_lens=jnp.where(num_new > 0, computed + num_new, 0),
+        query_start_loc=batch.query_start_loc,
+    )
+    return jnp.where(is_carried, last_tokens[row], batch.token_ids), meta
+
+
+def copy_blocks(caches: list[KVCache], sources: jax.Array, targets: jax.Array) -> list[KVCache]:
+    """Copies blocks, int32 [C] each, padded 0 -> 0; all are read before any is written."""
+    return [(k.at[targets].set(k[sources]), v.at[targets].set(v[sources])) for k, v in caches]

@@ -1,0 +1,160 @@
+"""Owns what lives on the device and dispatches programs over it. Nothing here decides anything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxinfer.batch import BatchLayout, BatchShape, Carry, DeviceShapes, Features, StepOutput
+from jaxinfer.core import PlanRow, StepPlan, StepResult
+from jaxinfer.engine import inputs
+from jaxinfer.engine.buckets import BucketLadder
+from jaxinfer.engine.programs import ADMIT_ROWS, FEATURE_ROWS, Key, Programs
+from jaxinfer.layers import KVCache
+
+
+@dataclass
+class InFlight:
+    """A dispatched step: its plan, and outputs that are on their way to the host."""
+
+    plan: StepPlan
+    output: StepOutput | None  # None while it is being dispatched
+
+
+class Runner:
+    """Weights, caches, tables and carry, and the order in which programs touch them.
+
+    Args:
+      weights: flat list in the model's leaf order.
+      programs: compiled forms.
+      ladder: buckets.
+      make_caches: makes a zeroed pool; called again after a failed step.
+    """
+
+    def __init__(
+        self,
+        weights: list[jax.Array],
+        programs: Programs,
+        ladder: BucketLadder,
+        make_caches: Callable[[], list[KVCache]],
+    ) -> None:
+        self.weights = weights
+        self.programs = programs
+        self.ladder = ladder
+        self.shapes: DeviceShapes = programs.shapes
+        self._make_caches = make_caches
+        self._layouts: dict[BatchShape, BatchLayout] = {}
+        self.caches: list[KVCache] = []
+        self.tables: jax.Array
+        self.carry: Carry
+        self.features: Features
+        self.reset()
+
+    def reset(self) -> None:
+        """A fresh pool, tables and carry; what was there is gone."""
+        self.caches = []  # free the old ones first
+        self.caches = self._make_caches()
+        self.tables = jax.numpy.zeros((self.shapes.num_slots, self.shapes.max_blocks), jax.numpy.int32)
+        self.carry = self.shapes.zero_carry()
+        self.features = self.shapes.zero_features()
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        """Sends a plan to the device and returns at once; results are on their way.
+
+        Order on the device: block copies read before anything writes, slots get their owners, the step, the sampler.
+        """
+        self._copy_blocks(plan.copies)
+        self._admit([row for row in plan.rows if row.is_admission])
+        shape = self.ladder.fit(plan.num_tokens, len(plan.rows))
+        buffer = inputs.pack(plan, self._layout(shape), self.shapes.num_slots)
+        step = self.programs.get(self.programs.step_key(shape))
+        self.caches, self.tables, logits, rows = step(self.weights, self.caches, self.tables, self.carry, buffer)
+        if any(row.request.params.needs_full_sampler for row in plan.rows if row.samples):
+            sample = self.programs.get(("full", shape.num_rows))
+            self.carry, self.features, output = sample(self.carry, self.features, logits, rows)
+        else:
+            self.carry, output = self.programs.get(("plain", shape.num_rows))(self.carry, logits, rows)
+        jax.tree.map(lambda array: array.copy_to_host_async(), output)
+        return InFlight(plan, output)
+
+    def fetch(self, step: InFlight) -> StepResult:
+        """Waits for a step's tokens."""
+        assert step.output is not None
+        tokens = np.asarray(step.output.tokens).tolist()
+        rows = step.plan.rows
+        emitted = [self._emitted(row, token) for row, token in zip(rows, tokens, strict=False)]
+        wants_logprobs = any(row.samples and row.request.params.logprobs is not None for row in rows)
+        if step.output.logprobs is None or not wants_logprobs:
+            return StepResult(emitted)
+        raw = step.output.logprobs
+        sampled, ranks = np.asarray(raw.sampled).tolist(), np.asarray(raw.ranks).tolist()
+        top_ids, top_values = np.asarray(raw.top_ids), np.asarray(raw.top_values)
+        logprobs = [(sampled[n], ranks[n], top_ids[n], top_values[n]) for n in range(len(rows))]
+        return StepResult(emitted, logprobs)
+
+    @staticmethod
+    def _emitted(row: PlanRow, token: int) -> list[int] | None:
+        if not row.samples:
+            return []
+        return [token] if token >= 0 else None
+
+    def warm_up(self, keys: list[Key], repeats: int, on_done: Callable[[Key], None] = lambda key: None) -> float:
+        """Compiles programs and runs the steps on padding alone; seconds it took."""
+        start = time.perf_counter()
+        self.programs.compile(keys, on_done)
+        for key in keys:
+            for _ in range(repeats):
+                self._run_padding(key)
+        jax.block_until_ready(self.caches)
+        return time.perf_counter() - start
+
+    def _run_padding(self, key: Key) -> None:
+        """Runs a program on rows that change nothing. A step brings its sampler along."""
+        match key:
+            case ("step", num_tokens, num_rows, block_size):
+                shape = BatchShape(num_tokens, num_rows, block_size)
+                buffer = inputs.pack(StepPlan(), self._layout(shape), self.shapes.num_slots)
+                step = self.programs.get(key)
+                arguments = (self.weights, self.caches, self.tables, self.carry, buffer)
+                self.caches, self.tables, logits, rows = step(*arguments)
+                self.carry, out = self.programs.get(("plain", num_rows))(self.carry, logits, rows)
+                full = self.programs.get(("full", num_rows))
+                self.carry, self.features, more = full(self.carry, self.features, logits, rows)
+                jax.tree.map(np.asarray, (out, more))
+            case ("admit",):
+                self._admit_rows([])
+            case ("features",):
+                self._upload_features([])
+            case ("copy", size):
+                sources, targets = inputs.pack_copies([], size)
+                self.caches = self.programs.get(key)(self.caches, sources, targets)
+
+    def _layout(self, shape: BatchShape) -> BatchLayout:
+        if shape not in self._layouts:
+            self._layouts[shape] = BatchLayout(shape)
+        return self._layouts[shape]
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        if not copies:
+            return
+        size = next(size for size in self.programs.copy_sizes if size >= len(copies))
+        self.caches = self.programs.get(("copy", size))(self.caches, *inputs.pack_copies(copies, size))
+
+    def _admit(self, rows: list[PlanRow]) -> None:
+        for start in range(0, len(rows), ADMIT_ROWS):
+            self._admit_rows(rows[start : start + ADMIT_ROWS])
+        full = [row for row in rows if row.request.params.needs_full_sampler]
+        for start in range(0, len(full), FEATURE_ROWS):
+            self._upload_features(full[start : start + FEATURE_ROWS])
+
+    def _admit_rows(self, rows: list[PlanRow]) -> None:
+        packed = inputs.pack_slots(rows, self.shapes, ADMIT_ROWS)
+        self.carry, self.tables = self.programs.get(("admit",))(self.carry, self.tables, packed)
+
+    def _upload_features(self, rows: list[PlanRow]) -> None:
+        packed = inputs.pack_features(rows, self.shapes, FEATURE_ROWS)
+        self.features = self.programs.get(("features",))(self.features, packed)

@@ -1,0 +1,61 @@
+"""Rotary position embedding (arXiv 2104.09864) in the rotate-half layout, with the published scalings.
+
+llama3 scaling is that of Llama 3.1; YaRN is arXiv 2309.00071. Tables are float32, computed in the order of
+operations that transformers uses, so that angles agree at positions of many thousands.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """float32 [head_dim / 2]: radians a token.
+
+    Raises:
+      ValueError: a kind that is not implemented.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    base = np.float32(1.0) / np.power(np.float32(rope.theta), exponents, dtype=np.float32)
+    if rope.divisors:
+        return base / np.asarray(rope.divisors, np.float32)
+    if rope.kind == "default":
+        return base
+    if rope.kind == "linear":
+        return base / np.float32(rope.factor)
+    if rope.kind == "llama3":
+        return _llama3(base, rope)
+    raise ValueError(f"RoPE type {rope.kind!r} is not supported")
+
+
+def _llama3(base: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Low frequencies are divided by the factor, high ones kept, those between blended."""
+    wavelength = 2 * math.pi / base
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    smooth = (rope.original_max_position / wavelength - low) / (high - low)
+    blended = (1 - smooth) * base / rope.factor + smooth * base
+    out = np.where(wavelength > rope.original_max_position / low, base / rope.factor, base)
+    is_between = (wavelength <= rope.original_max_position / low) & (
+        wavelength >= rope.original_max_position / high
+    )
+    return np.where(is_between, blended, out).astype(np.float32)
+
+
+def rotary_angles(positions: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """int32 [T] -> cos and sin, float32 [T, head_dim / 2]."""
+    angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates [T, ..., head_dim]: component i with component i + head_dim / 2."""
+    shape = (cos.shape[0], *([1] * (x.ndim - 2)), cos.shape[1])
+    cos, sin = cos.reshape(shape), sin.reshape(shape)
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,145 @@
+"""The offline interface: `LLM`, with vLLM's names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.core import RequestOutput, SamplingParams
+from jaxinfer.engine import Engine
+from jaxinfer.engine.requests import Prompt
+from jaxinfer.engine.state import RequestState
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+      model: a folder with safetensors, a GGUF file, or "smollm2", the embedded default model.
+      on_compile: called with (number of programs, False) before compiling and (0, True) after each; for progress.
+      kwargs: fields of `EngineConfig`, or vLLM's names for them.
+
+    Raises:
+      ValueError: an unknown argument, or a model that cannot be loaded.
+
+    Example:
+      >>> with LLM("smollm2") as llm:
+      ...     print(llm.generate("The capital of France is")[0].outputs[0].text)
+    """
+
+    def __init__(
+        self, model: str = "smollm2", *, on_compile: Callable[[int, bool], None] | None = None, **kwargs: Any
+    ) -> None:
+        self.engine = Engine(EngineConfig.from_kwargs(model=str(model), **kwargs), on_compile)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration with every automatic value filled in."""
+        return self.engine.config
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """Answers one or several prompts, in their order.
+
+        Args:
+          prompts: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of such. A flat list of
+            integers is one prompt.
+          params: None takes the model's generation config.
+
+        Raises:
+          ValueError: a prompt that cannot be run, named by its number; then none was started.
+        """
+        params = params or self.default_params()
+        states = [self._make(number, prompt, params) for number, prompt in enumerate(as_prompt_list(prompts))]
+        try:
+            self.engine.submit(states)
+            for state in states:
+                while not state.is_finished:
+                    self._drive(state)
+            return [state.outputs[-1] for state in states]
+        finally:
+            for state in states:
+                self.engine.abort(state)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yields the growing answer to one prompt; the last output has `finished` True.
+
+        Closing the iterator (or dropping it) aborts the request. Several streams may be read in turn, and from
+        several threads: whoever waits drives the engine.
+
+        Raises:
+          ValueError: at the call, for a prompt or parameters that cannot be run.
+        """
+        state = self.engine.make(prompt, params or self.default_params(), is_streaming=True)
+        self.engine.submit([state])
+        return self._read(state)
+
+    def _read(self, state: RequestState) -> Iterator[RequestOutput]:
+        try:
+            while True:
+                while state.outputs:
+                    output = state.outputs.popleft()
+                    yield output
+                    if output.finished:
+                        return
+                self._drive(state)
+        finally:
+            self.engine.abort(state)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request by its id; False when no such request is live. From any thread."""
+        state = self.engine.find(request_id)
+        if state is None:
+            return False
+        self.engine.abort(state)
+        return True
+
+    def default_params(self) -> SamplingParams:
+        """The sampling parameters of the model's generation config."""
+        return self.engine.factory.default_params
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and gauges, named after vLLM's metrics."""
+        return self.engine.stats().to_dict()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all reusable prefixes."""
+        return self.engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Aborts what runs. The arrays go with the object."""
+        self.engine.abort_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _make(self, number: int, prompt: Prompt, params: SamplingParams) -> RequestState:
+        try:
+            return self.engine.make(prompt, params)
+        except ValueError as error:
+            raise ValueError(f"prompt {number}: {error}") from None
+
+    def _drive(self, state: RequestState) -> None:
+        """Steps the engine unless another thread just gave this request something."""
+        with self.engine.lock:
+            if state.outputs or state.is_finished:
+                return
+            self.engine.step()
+        time.sleep(0)  # let a waiting thread have the lock
+
+
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many -> a list of prompts."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(item, int) and not isinstance(item, bool) for item in listed):
+        return [listed]  # pyright: ignore[reportReturnType]
+    return listed

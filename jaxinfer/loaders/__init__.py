@@ -1,0 +1,16 @@
+"""Checkpoints: what a file holds, and how it gets onto the devices."""
+
+from jaxinfer.loaders.checkpoint import Checkpoint, Index, ReadTensor, Source, fill_weights
+from jaxinfer.loaders.dummy import dummy_weights
+from jaxinfer.loaders.locate import embedded_model, open_checkpoint
+
+__all__ = [
+    "Checkpoint",
+    "Index",
+    "ReadTensor",
+    "Source",
+    "dummy_weights",
+    "embedded_model",
+    "fill_weights",
+    "open_checkpoint",
+]

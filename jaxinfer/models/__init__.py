@@ -1,0 +1,6 @@
+"""Model families: how a checkpoint's configuration and names become a `DenseModel`."""
+
+from jaxinfer.models.dense import DenseModel
+from jaxinfer.models.registry import Family, build_model, find_family, parse_config, supported_architectures
+
+__all__ = ["DenseModel", "Family", "build_model", "find_family", "parse_config", "supported_architectures"]

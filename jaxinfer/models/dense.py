@@ -1,0 +1,89 @@
+"""The dense decoder-only transformer that all families here are variants of."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfer.batch import AttentionMetadata
+from jaxinfer.config import ModelConfig
+from jaxinfer.layers import (
+    Attention,
+    Embedding,
+    GatedMLP,
+    KVCache,
+    RMSNorm,
+    compute_logits,
+    inverse_frequencies,
+    rotary_angles,
+)
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.attention = Attention(config, dtype=dtype)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype)
+
+    def __call__(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, meta: AttentionMetadata, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        with jax.named_scope("attention"):
+            attended, cache = self.attention(self.input_norm(x), cos, sin, meta, cache)
+            x = x + attended
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class DenseModel(nnx.Module):
+    """Embedding, layers, final norm and head. Build it under `nnx.eval_shape`: loaders fill the parameters."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
+        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nnx.List([DecoderLayer(config, dtype=dtype) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.head = head
+        self.frequencies = tuple(inverse_frequencies(config.rope, config.head_dim).tolist())
+
+    def __call__(
+        self, token_ids: jax.Array, meta: AttentionMetadata, caches: list[KVCache]
+    ) -> tuple[jax.Array, list[KVCache]]:
+        """int32 [T] -> the last layer's normalised output [T, hidden], and every layer's updated cache."""
+        x = self.embed(token_ids)
+        cos, sin = rotary_angles(meta.positions, jnp.asarray(self.frequencies, jnp.float32))
+        updated = []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            graph, state = nnx.split(layer)
+            leaves, tree = jax.tree.flatten(state)
+            x, cache = _run_layer((graph, tree), leaves, x, cos, sin, meta, cache)
+            updated.append(cache)
+        return self.norm(x), updated
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[S, hidden] -> float32 [S, vocab]."""
+        with jax.named_scope("head"):
+            return compute_logits(hidden, self.embed if self.head is None else self.head)
+
+
+@partial(jax.jit, static_argnums=0)
+def _run_layer(
+    static: tuple[Any, Any],
+    leaves: list[jax.Array],
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    meta: AttentionMetadata,
+    cache: KVCache,
+) -> tuple[jax.Array, KVCache]:
+    """One layer. An inner jit with the parameters as arguments: equal layers are traced and lowered once."""
+    graph, tree = static
+    layer = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+    return layer(x, cos, sin, meta, cache)

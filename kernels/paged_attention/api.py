@@ -1,0 +1,71 @@
+"""`paged_attention`: validates, then dispatches."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+
+from jaxinfer.kernels.paged_attention import reference
+
+IMPLEMENTATIONS = {"reference": reference.paged_attention}
+
+
+@partial(jax.jit, static_argnames=("scale", "window", "softcap", "implementation"))
+def paged_attention(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    implementation: str = "reference",
+) -> jax.Array:
+    """Causal attention of a packed, mixed batch. The drawing shows a row whose 3 new tokens follow 4 cached ones:
+
+        keys      0 1 2 3 | 4 5 6        seq_lens[s] = 7, query_start_loc[s+1] - query_start_loc[s] = 3
+        query 0   x x x x   x . .        query i sits at position seq_lens[s] - 3 + i
+        query 1   x x x x   x x .        and sees the keys at positions 0 .. its own
+        query 2   x x x x   x x x
+
+    Args:
+      q: [T, heads, head_dim]; query head h reads KV head h // (heads // kv_heads).
+      k_cache: [num_blocks, kv_heads, block_size, head_dim], this step's K already written; `v_cache` alike.
+      block_tables: int32 [S, M]: block_tables[s, j] holds positions j * block_size .. of row s.
+      seq_lens: int32 [S]: tokens of the row, this step's included; 0 for padding rows.
+      query_start_loc: int32 [S + 1]: row s has queries query_start_loc[s] .. query_start_loc[s + 1].
+      scale: multiplies the scores.
+      window: a query sees `window` keys at most, its own included.
+      softcap: scores become softcap * tanh(score / softcap).
+      sinks: [heads]: a logit per head that takes part in the softmax and has no value.
+      k_scale: float32 scalar that multiplies a quantised K; `v_scale` alike.
+      implementation: a key of `IMPLEMENTATIONS`.
+
+    Returns:
+      [T, heads, head_dim] in q's dtype; zeros for padding tokens.
+
+    Raises:
+      ValueError: shapes that do not fit together.
+      NotImplementedError: the implementation cannot do this case.
+    """
+    num_tokens, heads, head_dim = q.shape
+    if k_cache.shape != v_cache.shape or k_cache.shape[3] != head_dim or heads % k_cache.shape[1]:
+        raise ValueError(f"q {q.shape} does not fit caches {k_cache.shape}, {v_cache.shape}")
+    num_rows = block_tables.shape[0]
+    if seq_lens.shape != (num_rows,) or query_start_loc.shape != (num_rows + 1,):
+        raise ValueError(
+            f"block_tables has {num_rows} rows, seq_lens {seq_lens.shape}, query_start_loc {query_start_loc.shape}"
+        )
+    if implementation not in IMPLEMENTATIONS:
+        raise NotImplementedError(f"paged_attention has no implementation {implementation!r}")
+    return IMPLEMENTATIONS[implementation](
+        q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
+        scale=scale, window=window, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
