@@ -113,6 +113,7 @@ class Carry:
     num_computed: jax.Array  # int32 [B]: tokens whose K and V are in the cache
     temperature: jax.Array  # float32 [B]: 0 is greedy
     seeds: jax.Array  # uint32 [B, 2]: low and high word
+    uses_features: jax.Array  # bool [B]: the slot's row of `Features` is its owner's, not a former one's
 
 
 @pytree_dataclass
@@ -204,6 +205,7 @@ class DeviceShapes(NamedTuple):
             num_computed=(1, jnp.int32),
             temperature=(1, jnp.float32),
             seeds=(2, jnp.uint32),
+            uses_features=(1, jnp.int32),
             block_table=(self.max_blocks, jnp.int32),
         )
 
@@ -233,6 +235,7 @@ class DeviceShapes(NamedTuple):
             num_computed=jnp.zeros((b,), jnp.int32),
             temperature=jnp.zeros((b,), jnp.float32),
             seeds=jnp.zeros((b, 2), jnp.uint32),
+            uses_features=jnp.zeros((b,), jnp.bool_),
         )
 
     def zero_features(self) -> Features:

@@ -53,17 +53,30 @@ class LLM:
         Raises:
           ValueError: a prompt that cannot be run, named by its number; then none was started.
         """
+        return list(self.generate_iter(prompts, params))
+
+    def generate_iter(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, yielding each answer, in the order of the prompts, once it is complete."""
         params = params or self.default_params()
         states = [self._make(number, prompt, params) for number, prompt in enumerate(as_prompt_list(prompts))]
+        return self._answers(states)
+
+    def _answers(self, states: list[RequestState]) -> Iterator[RequestOutput]:
         try:
             self.engine.submit(states)
             for state in states:
                 while not state.is_finished:
                     self._drive(state)
-            return [state.outputs[-1] for state in states]
+                yield state.outputs[-1]
         finally:
             for state in states:
                 self.engine.abort(state)
+
+    def check(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
+        """Raises the ValueError that running this prompt would raise."""
+        self.engine.make(prompt, params or self.default_params())
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yields the growing answer to one prompt; the last output has `finished` True.

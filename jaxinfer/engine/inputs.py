@@ -63,6 +63,7 @@ def pack_slots(rows: list[PlanRow], shapes: DeviceShapes, num_rows: int) -> np.n
         _put(line, layout, "num_computed", row.start)
         _put(line, layout, "temperature", request.params.temperature)
         _put(line, layout, "seeds", [request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF])
+        _put(line, layout, "uses_features", int(request.params.needs_full_sampler))
         table = line[layout.columns["block_table"][0]]
         table[: len(request.block_ids)] = request.block_ids
     return packed

@@ -205,6 +205,7 @@ class Programs:
             num_computed=carry.num_computed.at[slots].set(part["num_computed"][:, 0], mode="drop"),
             temperature=carry.temperature.at[slots].set(part["temperature"][:, 0], mode="drop"),
             seeds=carry.seeds.at[slots].set(part["seeds"], mode="drop"),
+            uses_features=carry.uses_features.at[slots].set(part["uses_features"][:, 0] != 0, mode="drop"),
         )
         return carry, tables.at[slots].set(part["block_table"], mode="drop")
 

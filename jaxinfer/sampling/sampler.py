@@ -5,10 +5,13 @@ Both are pure. Order of the pipeline, on float32 logits:
     raw -> allowed ids -> bad words -> min_tokens -> bias -> repetition, frequency, presence -> temperature
         -> min_p -> top_k -> top_p -> choose
 
-A row that uses no feature takes the same token from both programs.
+A row that uses no feature takes the same token from both programs: the full one passes it by its features, which may
+be a former owner's.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +38,15 @@ def sample_full(
     """As `sample_plain`, with all features, the token history, and log-probabilities."""
     carry_in, positions = _gather(carry, rows)
     used = jax.tree.map(lambda table: table.at[rows.slot_ids].get(mode="clip"), features)
+    plain = transforms.apply_temperature(logits, carry_in.temperature)
     processed = process(logits, used, positions, carry_in.temperature)
+    processed = jnp.where(carry_in.uses_features[:, None], processed, plain)
     tokens = choose(processed, carry_in.temperature, carry_in.seeds, positions)
     is_bad = ~jnp.isfinite(jnp.max(processed, axis=1))
     carry, tokens = _advance(carry, rows, tokens, is_bad)
     target = jnp.where(rows.samples, rows.slot_ids, features.history.shape[0])
     history = features.history.at[target, positions].set(jnp.maximum(tokens, 0), mode="drop")
-    features = Features(**{**vars(features), "history": history})
+    features = dataclasses.replace(features, history=history)
     return carry, features, StepOutput(tokens, raw_logprobs(logits, tokens))
 
 
@@ -90,5 +95,5 @@ def _advance(carry: Carry, rows: Rows, tokens: jax.Array, is_bad: jax.Array) -> 
     target = jnp.where(rows.samples, rows.slot_ids, num_slots)
     last = carry.last_tokens.at[target].set(tokens, mode="drop")
     computed = carry.num_computed.at[rows.slot_ids].add(rows.num_tokens, mode="drop")
-    carry = Carry(last, computed, carry.temperature, carry.seeds)
+    carry = dataclasses.replace(carry, last_tokens=last, num_computed=computed)
     return carry, jnp.where(is_bad, -1, tokens)

@@ -1,0 +1,90 @@
+"""Command-line arguments that the tools share, and how their mistakes are told: one line, exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any, NoReturn
+
+from jaxinfer.config import DTYPES, KERNELS, LOAD_FORMATS, EngineConfig
+from jaxinfer.core import SamplingParams
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """The fields of `EngineConfig` that are worth a flag."""
+    group = parser.add_argument_group("model and engine")
+    group.add_argument("--model", default="smollm2", help="a folder with safetensors, a GGUF file, or 'smollm2' (default)")
+    group.add_argument("--tokenizer", help="a folder or tokenizer.json; default: the model's")
+    group.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: float32 on CPU, else bfloat16")
+    group.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="'dummy' makes random weights")
+    group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus output, in tokens")
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once")
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens a step computes at most")
+    group.add_argument("--block-size", type=int, metavar="N", help="tokens a KV-cache block")
+    group.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the KV cache; default: what fits")
+    group.add_argument("--memory-utilization", type=float, metavar="X", help="share of device memory to use (0.9)")
+    group.add_argument("--no-prefix-caching", action="store_true", help="never reuse equal prefixes")
+    group.add_argument("--kernels", choices=KERNELS, default="auto", help="'reference' forces plain jnp")
+    group.add_argument("--depth", type=int, metavar="N", help="steps in flight (1)")
+
+
+def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Parsed flags -> keyword arguments of `LLM`; what was not given is left out."""
+    names = {item.name for item in dataclasses.fields(EngineConfig)} - {"seed"}
+    chosen = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    chosen["enable_prefix_caching"] = not args.no_prefix_caching
+    return chosen
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Every field of `SamplingParams`."""
+    group = parser.add_argument_group("sampling (defaults: the model's generation config)")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="output tokens at most (128)")
+    group.add_argument("--min-tokens", type=int, metavar="N")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--top-k", type=int, metavar="K")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--presence-penalty", type=float, metavar="X")
+    group.add_argument("--frequency-penalty", type=float, metavar="X")
+    group.add_argument("--repetition-penalty", type=float, metavar="X")
+    group.add_argument("--logit-bias", type=_bias, action="append", metavar="ID=X", help="may be repeated")
+    group.add_argument("--bad-word", dest="bad_words", action="append", metavar="TEXT", help="may be repeated")
+    group.add_argument("--allowed-token-id", dest="allowed_token_ids", type=int, action="append", metavar="ID")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
+    group.add_argument("--stop-token-id", dest="stop_token_ids", type=int, action="append", metavar="ID")
+    group.add_argument("--ignore-eos", action="store_true", default=None)
+    group.add_argument("--include-stop-str-in-output", action="store_true", default=None)
+    group.add_argument("--keep-special-tokens", dest="skip_special_tokens", action="store_false", default=None)
+    group.add_argument("--logprobs", type=int, metavar="K", help="log-probabilities of the K best tokens")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+
+
+def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
+    """Parsed flags over the model's defaults.
+
+    Raises:
+      ValueError: a value out of its range.
+    """
+    names = {item.name for item in dataclasses.fields(SamplingParams)}
+    chosen = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    if "logit_bias" in chosen:
+        chosen["logit_bias"] = dict(chosen["logit_bias"])
+    if "max_tokens" not in chosen and defaults.max_tokens == SamplingParams.max_tokens:
+        chosen["max_tokens"] = max(128, chosen.get("min_tokens", 0))
+    return dataclasses.replace(defaults, **chosen)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=VALUE") from None

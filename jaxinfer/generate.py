@@ -1,0 +1,291 @@
+"""`python -m jaxinfer.generate`: prompts in, text out.
+
+One prompt is streamed; several run together and are printed in their order. Text (or, with --json, one object a line)
+goes to stdout, everything else to stderr. Exit codes: 0, 1 when some prompt of a file failed, 2 for a mistake in the
+call, 130 after Ctrl-C, 141 when the reader of stdout has gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jaxinfer
+from jaxinfer.arguments import (
+    OneLineParser,
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_arguments,
+    sampling_params,
+)
+from jaxinfer.core import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxinfer.llm import LLM
+
+INTERRUPTED, BROKEN_PIPE = 130, 141
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    parser = OneLineParser(
+        prog="python -m jaxinfer.generate",
+        description="Generate text with a language model.",
+        epilog='example: python -m jaxinfer.generate --prompt "The capital of France is" --temperature 0',
+    )
+    parser.add_argument("--version", action="version", version=f"jaxinfer {jaxinfer.__version__} (jax {version('jax')})")
+    group = parser.add_argument_group("prompts (or a prompt on stdin)")
+    group.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
+    group.add_argument(
+        "--prompts-file", metavar="FILE", help="a prompt a line; *.jsonl: an object a line with 'prompt' or 'prompt_token_ids'"
+    )
+    group.add_argument("--json", action="store_true", help="print one JSON object a line and nothing else")
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    try:
+        return run(args)
+    except ValueError as error:
+        print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
+        return BROKEN_PIPE
+
+
+def run(args: argparse.Namespace) -> int:
+    """Loads the model, answers the prompts, prints.
+
+    Raises:
+      ValueError: a mistake in the call.
+    """
+    sampling_params(args, SamplingParams())  # a bad value is told before the model is loaded
+    prompts = read_prompts(args)
+    from jaxinfer.llm import LLM  # here: --help and mistakes need no jax
+
+    with _compile_progress() as on_compile:
+        llm = LLM(**engine_arguments(args), on_compile=on_compile)
+        params = sampling_params(args, llm.default_params())
+        if args.prompts_file is not None:
+            return _answer_file(llm, prompts, params, as_json=args.json)
+        if len(prompts) == 1 and not args.json:
+            outputs = [_stream(llm, prompts[0], params)]
+        else:
+            outputs = _answer_all(llm, prompts, params, as_json=args.json)
+    if not args.json:
+        print_table(outputs)
+    return 1 if any(output.error for output in outputs) else 0
+
+
+# -- prompts ------------------------------------------------------------------------------------------------------------
+
+
+def read_prompts(args: argparse.Namespace) -> list[Any]:
+    """Prompts from the flags, a file, or stdin.
+
+    Raises:
+      ValueError: none, an empty one, or a file that cannot be read.
+    """
+    if args.prompt and args.prompts_file is not None:
+        raise ValueError("give --prompt or --prompts-file, not both")
+    if args.prompts_file is not None:
+        return _read_file(args.prompts_file)
+    prompts = args.prompt
+    if prompts is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ValueError("no prompt: give --prompt, --prompts-file or text on stdin")
+        prompts = [sys.stdin.read()]
+    for number, prompt in enumerate(prompts):
+        if not prompt.strip():
+            raise ValueError(f"prompt {number} is empty")
+    return prompts
+
+
+def _read_file(name: str) -> list[Any]:
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts-file {name}: {error}") from None
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"--prompts-file {name} has no prompts")
+    return [_parse_line(line) for line in lines] if name.endswith(".jsonl") else lines
+
+
+def _parse_line(line: str) -> Any:
+    """A JSON line's prompt; a malformed one becomes an error record later."""
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        return ValueError(f"not valid JSON: {error}")
+    if isinstance(entry, dict) and ("prompt" in entry or "prompt_token_ids" in entry):
+        return entry
+    return entry if isinstance(entry, str) else ValueError("neither a string nor an object with 'prompt'")
+
+
+# -- answering ------------------------------------------------------------------------------------------------------------
+
+
+def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+    """Prints an answer as it comes."""
+    shown, output = 0, None
+    for output in llm.stream(prompt, params):
+        text = output.outputs[0].text
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+    print(flush=True)
+    assert output is not None
+    if output.error:
+        print(output.error, file=sys.stderr)
+    return output
+
+
+def _answer_all(llm: LLM, prompts: list[Any], params: SamplingParams, *, as_json: bool) -> list[RequestOutput]:
+    outputs = []
+    for index, output in enumerate(llm.generate_iter(prompts, params)):
+        _print_answer(index, output, as_json=as_json)
+        outputs.append(output)
+    return outputs
+
+
+def _answer_file(llm: LLM, prompts: list[Any], params: SamplingParams, *, as_json: bool) -> int:
+    """Answers what can be answered; the others get an error record. 1 if there were such."""
+    good: dict[int, Any] = {}
+    failed: dict[int, str] = {}
+    for index, prompt in enumerate(prompts):
+        try:
+            if isinstance(prompt, ValueError):
+                raise prompt
+            llm.check(prompt, params)
+            good[index] = prompt
+        except ValueError as error:
+            failed[index] = str(error)
+    answers = iter(llm.generate_iter(list(good.values()), params))
+    outputs = []
+    for index, prompt in enumerate(prompts):
+        if index in failed:
+            _print_failure(index, prompt, failed[index], as_json=as_json)
+            continue
+        outputs.append(next(answers))
+        _print_answer(index, outputs[-1], as_json=as_json)
+    if outputs and not as_json:
+        print_table(outputs)
+    return 1 if failed or any(output.error for output in outputs) else 0
+
+
+def _print_answer(index: int, output: RequestOutput, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(to_record(index, output), ensure_ascii=False), flush=True)
+        return
+    print(f"[{index}] {output.outputs[0].text}", flush=True)
+    if output.error:
+        print(f"[{index}] {output.error}", file=sys.stderr)
+
+
+def _print_failure(index: int, prompt: Any, message: str, *, as_json: bool) -> None:
+    if as_json:
+        shown = None if isinstance(prompt, ValueError) else prompt
+        print(json.dumps({"index": index, "prompt": shown, "error": message}, ensure_ascii=False), flush=True)
+    else:
+        print(f"[{index}] error: {message}", file=sys.stderr)
+
+
+def to_record(index: int, output: RequestOutput) -> dict[str, Any]:
+    """What --json prints of one answer."""
+    answer = output.outputs[0]
+    record: dict[str, Any] = {
+        "index": index,
+        "prompt": output.prompt,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "metrics": output.metrics.to_dict() if output.metrics else None,
+    }
+    if answer.logprobs is not None:
+        record["logprobs"] = [
+            {str(id_): [entry.logprob, entry.rank, entry.decoded_token] for id_, entry in step.items()}
+            for step in answer.logprobs
+        ]
+    if output.error:
+        record["error"] = output.error
+    return record
+
+
+# -- what goes to stderr --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _compile_progress() -> Iterator[Any]:
+    """Says on a terminal how many programs are being compiled."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    status = console.status("")
+    left = 0
+
+    def report(count: int, is_done: bool) -> None:
+        nonlocal left
+        left += -1 if is_done else count
+        if not console.is_terminal:
+            return
+        if left > 0:
+            status.update(f"compiling {left} programs (kept for the next run)")
+            status.start()
+        else:
+            status.stop()
+
+    try:
+        yield report
+    finally:
+        status.stop()
+
+
+def print_table(outputs: Sequence[RequestOutput]) -> None:
+    """Tokens and times of each answer, and of all together, on stderr."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for name in ("prompt", "prompt tokens", "cached", "output tokens", "TTFT ms", "TPOT ms", "tok/s", "end"):
+        table.add_column(name, justify="left" if name in ("prompt", "end") else "right")
+    for index, output in enumerate(outputs):
+        table.add_row(str(index), *_cells(output))
+    Console(stderr=True).print(table)
+
+
+def _cells(output: RequestOutput) -> list[str]:
+    metrics, answer = output.metrics, output.outputs[0]
+    assert metrics is not None
+    rate = len(answer.token_ids) / metrics.e2e_latency if metrics.e2e_latency else None
+    ttft, tpot = metrics.time_to_first_token, metrics.time_per_output_token
+    numbers = [None if ttft is None else ttft * 1e3, None if tpot is None else tpot * 1e3, rate]
+    return [
+        str(len(output.prompt_token_ids)),
+        str(output.num_cached_tokens),
+        str(len(answer.token_ids)),
+        *("-" if number is None else f"{number:.1f}" for number in numbers),
+        str(answer.finish_reason),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
