@@ -20,9 +20,13 @@ class OneLineParser(argparse.ArgumentParser):
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """The fields of `EngineConfig` that are worth a flag."""
     group = parser.add_argument_group("model and engine")
-    group.add_argument("--model", default="smollm2", help="a folder with safetensors, a GGUF file, or 'smollm2' (default)")
+    group.add_argument(
+        "--model", default="smollm2", help="a folder with safetensors, a GGUF file, or 'smollm2' (default)"
+    )
     group.add_argument("--tokenizer", help="a folder or tokenizer.json; default: the model's")
-    group.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: float32 on CPU, else bfloat16")
+    group.add_argument(
+        "--dtype", choices=("auto", *DTYPES), default="auto", help="default: float32 on CPU, else bfloat16"
+    )
     group.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="'dummy' makes random weights")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus output, in tokens")
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once")

@@ -13,7 +13,7 @@ ever negative: jax wraps -1.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxinfer.core import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_END_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 
+@dataclass_transform(frozen_default=True)
 def pytree_dataclass[C](cls: type[C]) -> type[C]:
     """A frozen dataclass whose fields are pytree children."""
     cls = dataclass(frozen=True)(cls)
@@ -89,7 +90,6 @@ class Batch:
     update_columns: jax.Array  # int32 [U]
     update_blocks: jax.Array  # int32 [U]
     num_decodes: jax.Array  # int32 [1]: leading rows with one token
-
 
     @property
     def rows(self) -> Rows:
@@ -182,8 +182,7 @@ class SlotLayout:
     def unpack(self, rows: jax.Array) -> dict[str, jax.Array]:
         """int32 [R, width] -> name -> [R, length] in the field's dtype."""
         return {
-            name: jax.lax.bitcast_convert_type(rows[:, where], dtype)
-            for name, (where, dtype) in self.columns.items()
+            name: jax.lax.bitcast_convert_type(rows[:, where], dtype) for name, (where, dtype) in self.columns.items()
         }
 
 
@@ -239,7 +238,9 @@ class DeviceShapes(NamedTuple):
         )
 
     def zero_features(self) -> Features:
-        shapes = {name: (where.stop - where.start, dtype) for name, (where, dtype) in self.feature_layout.columns.items()}
+        shapes = {
+            name: (where.stop - where.start, dtype) for name, (where, dtype) in self.feature_layout.columns.items()
+        }
         made = {name: jnp.zeros((self.num_slots, n), dtype) for name, (n, dtype) in shapes.items()}
         del made["slot_ids"]
         return features_from_columns(made)

@@ -44,7 +44,7 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
-# -- sampling parameters ----------------------------------------------------------------------------------
+# -- sampling parameters -------------------------------------------------------------------------
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
@@ -52,12 +52,12 @@ def _require(condition: bool, name: str, value: object, rule: str) -> None:
         raise ValueError(f"{name} must be {rule}, got {value!r}")
 
 
-def _check_number(name: str, value: object, low: float, high: float, rule: str) -> None:
+def _check_number(name: str, value: Any, low: float, high: float, rule: str) -> None:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     _require(is_number and low <= float(value) <= high, name, value, rule)  # NaN fails both comparisons
 
 
-def _check_int(name: str, value: object, low: float, high: float, rule: str) -> None:
+def _check_int(name: str, value: Any, low: float, high: float, rule: str) -> None:
     is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     _require(is_int and low <= int(value) <= high, name, value, rule)
 
@@ -185,7 +185,7 @@ class SamplingParams:
         return bool(cuts or penalties or lists or self.min_tokens or self.logprobs is not None)
 
 
-# -- requests -----------------------------------------------------------------------------------------------
+# -- requests ------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
@@ -247,7 +247,7 @@ class Request:
         return self.eos_token_ids.union(self.params.stop_token_ids or ())
 
 
-# -- plans ----------------------------------------------------------------------------------------------------
+# -- plans ---------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -288,7 +288,7 @@ class StepResult:
     logprobs: list[Any] | None = None  # a row: (sampled, sampled rank, top ids, top logprobs)
 
 
-# -- outputs --------------------------------------------------------------------------------------------------
+# -- outputs -------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -40,11 +40,15 @@ def make_parser() -> argparse.ArgumentParser:
         description="Generate text with a language model.",
         epilog='example: python -m jaxinfer.generate --prompt "The capital of France is" --temperature 0',
     )
-    parser.add_argument("--version", action="version", version=f"jaxinfer {jaxinfer.__version__} (jax {version('jax')})")
+    parser.add_argument(
+        "--version", action="version", version=f"jaxinfer {jaxinfer.__version__} (jax {version('jax')})"
+    )
     group = parser.add_argument_group("prompts (or a prompt on stdin)")
     group.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
     group.add_argument(
-        "--prompts-file", metavar="FILE", help="a prompt a line; *.jsonl: an object a line with 'prompt' or 'prompt_token_ids'"
+        "--prompts-file",
+        metavar="FILE",
+        help="a prompt a line; *.jsonl: an object a line with 'prompt' or 'prompt_token_ids'",
     )
     group.add_argument("--json", action="store_true", help="print one JSON object a line and nothing else")
     add_sampling_arguments(parser)
@@ -93,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(output.error for output in outputs) else 0
 
 
-# -- prompts ------------------------------------------------------------------------------------------------------------
+# -- prompts -------------------------------------------------------------------------------------
 
 
 def read_prompts(args: argparse.Namespace) -> list[Any]:
@@ -139,7 +143,7 @@ def _parse_line(line: str) -> Any:
     return entry if isinstance(entry, str) else ValueError("neither a string nor an object with 'prompt'")
 
 
-# -- answering ------------------------------------------------------------------------------------------------------------
+# -- answering -----------------------------------------------------------------------------------
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
@@ -230,7 +234,7 @@ def to_record(index: int, output: RequestOutput) -> dict[str, Any]:
     return record
 
 
-# -- what goes to stderr --------------------------------------------------------------------------------------------------
+# -- what goes to stderr -------------------------------------------------------------------------
 
 
 @contextmanager

@@ -40,9 +40,7 @@ class LLM:
         """The configuration with every automatic value filled in."""
         return self.engine.config
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
-    ) -> list[RequestOutput]:
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
         """Answers one or several prompts, in their order.
 
         Args:
@@ -68,40 +66,26 @@ class LLM:
             self.engine.submit(states)
             for state in states:
                 while not state.is_finished:
-                    self._drive(state)
+                    drive(self.engine, state)
                 yield state.outputs[-1]
         finally:
-            for state in states:
-                self.engine.abort(state)
+            self.engine.abandon(*states)
 
     def check(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Raises the ValueError that running this prompt would raise."""
         self.engine.make(prompt, params or self.default_params())
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestStream:
         """Yields the growing answer to one prompt; the last output has `finished` True.
 
-        Closing the iterator (or dropping it) aborts the request. Several streams may be read in turn, and from
+        Closing the iterator, or dropping it, aborts the request. Several streams may be read in turn, and from
         several threads: whoever waits drives the engine.
 
         Raises:
           ValueError: at the call, for a prompt or parameters that cannot be run.
         """
         state = self.engine.make(prompt, params or self.default_params(), is_streaming=True)
-        self.engine.submit([state])
-        return self._read(state)
-
-    def _read(self, state: RequestState) -> Iterator[RequestOutput]:
-        try:
-            while True:
-                while state.outputs:
-                    output = state.outputs.popleft()
-                    yield output
-                    if output.finished:
-                        return
-                self._drive(state)
-        finally:
-            self.engine.abort(state)
+        return RequestStream(self.engine, state)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request by its id; False when no such request is live. From any thread."""
@@ -130,7 +114,9 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _make(self, number: int, prompt: Prompt, params: SamplingParams) -> RequestState:
@@ -139,20 +125,54 @@ class LLM:
         except ValueError as error:
             raise ValueError(f"prompt {number}: {error}") from None
 
-    def _drive(self, state: RequestState) -> None:
-        """Steps the engine unless another thread just gave this request something."""
-        with self.engine.lock:
-            if state.outputs or state.is_finished:
-                return
-            self.engine.step()
-        time.sleep(0)  # let a waiting thread have the lock
+
+class RequestStream:
+    """Iterator over the outputs of one request, which is submitted at once and aborted when nobody wants it.
+
+    A class, not a generator: a generator that was never started would not run its clean-up.
+    """
+
+    def __init__(self, engine: Engine, state: RequestState) -> None:
+        self._engine = engine
+        self._state = state
+        self._is_over = False
+        engine.submit([state])
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        while not self._is_over:
+            if self._state.outputs:
+                output = self._state.outputs.popleft()
+                self._is_over = output.finished
+                return output
+            drive(self._engine, self._state)
+        raise StopIteration
+
+    def close(self) -> None:
+        """Aborts the request if it has not ended."""
+        self._is_over = True
+        self._engine.abort(self._state)
+
+    def __del__(self) -> None:
+        self._engine.abandon(self._state)
+
+
+def drive(engine: Engine, state: RequestState) -> None:
+    """Steps the engine unless another thread just gave this request something."""
+    with engine.lock:
+        if state.outputs or state.is_finished:
+            return
+        engine.step()
+    time.sleep(0)  # let a waiting thread have the lock
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many -> a list of prompts."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    listed = list(prompts)
+    listed: list[Any] = list(prompts)
     if listed and all(isinstance(item, int) and not isinstance(item, bool) for item in listed):
-        return [listed]  # pyright: ignore[reportReturnType]
+        return [listed]
     return listed

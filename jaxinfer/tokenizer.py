@@ -16,7 +16,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 CONTROL, USER_DEFINED = 3, 4
@@ -68,7 +69,11 @@ class Tokenizer:
         return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, template: str | None = None
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
     ) -> str:
         """Renders a conversation. Encode the result without special tokens: templates print them.
 
@@ -81,12 +86,13 @@ class Tokenizer:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        names: dict[str, Any] = {**self.special_tokens}
         try:
             rendered, _ = render_jinja_template(
                 [messages],
                 chat_template=source,
                 add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
+                **names,
             )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from None
@@ -180,7 +186,7 @@ def _bytes_of_characters() -> dict[str, int]:
     return table
 
 
-# -- where tokenizers come from -------------------------------------------------------------------------------------
+# -- where tokenizers come from ------------------------------------------------------------------
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -235,7 +241,9 @@ def tokenizer_from_gguf(data: dict[str, Any]) -> Tokenizer:
       ValueError: another kind of tokenizer, or another pre-tokenizer.
     """
     if data.get("ggml.model") != "gpt2":
-        raise ValueError(f"GGUF tokenizer model {data.get('ggml.model')!r} is not supported; only 'gpt2' (byte-level BPE)")
+        raise ValueError(
+            f"GGUF tokenizer model {data.get('ggml.model')!r} is not supported; only 'gpt2' (byte-level BPE)"
+        )
     pre = data.get("ggml.pre", "default")
     tokens: list[str] = data["ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in data["ggml.merges"]]

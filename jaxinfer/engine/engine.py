@@ -1,7 +1,7 @@
 """The step loop. One lock guards it; whoever waits for tokens drives it.
 
-      submit -> scheduler.schedule() -> runner.dispatch() -> ... -> runner.fetch() -> scheduler.commit() -> outputs
-                        ^ up to `depth` steps are between dispatch and fetch ^
+submit -> scheduler.schedule() -> runner.dispatch() -> ... -> runner.fetch() -> scheduler.commit() -> outputs
+                  ^ up to `depth` steps are between dispatch and fetch ^
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+
+import jax
 
 from jaxinfer.batch import BatchShape
 from jaxinfer.cache import KVCacheManager
@@ -45,21 +47,28 @@ class Engine:
         self._on_compile = on_compile or (lambda count, is_done: None)
         self._states: dict[Request, RequestState] = {}
         self._in_flight: deque[InFlight] = deque()
+        self._abandoned: deque[RequestState] = deque()
         self._counts = EngineStats()
         assert self.config.block_size is not None
         assert self.config.num_blocks is not None
         assert self.config.max_model_len is not None
         self._cache = KVCacheManager(
-            self.config.num_blocks, self.config.block_size, enable_prefix_caching=self.config.enable_prefix_caching
+            self.config.num_blocks,
+            self.config.block_size,
+            enable_prefix_caching=self.config.enable_prefix_caching,
         )
-        self._scheduler = Scheduler(_limits(self.config), self._cache, lambda request: self._states[request].check_stop())
+        self._scheduler = Scheduler(
+            _limits(self.config), self._cache, lambda request: self._states[request].check_stop()
+        )
         self.factory = RequestFactory(self.model, self.tokenizer, self.config.max_model_len, self.config.seed)
         if self.config.warmup == "full":
             self._warm_up(self.runner.ladder.shapes)
 
-    # -- requests -----------------------------------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------
 
-    def make(self, prompt: Prompt, params: SamplingParams, *, is_streaming: bool = False, priority: int = 0) -> RequestState:
+    def make(
+        self, prompt: Prompt, params: SamplingParams, *, is_streaming: bool = False, priority: int = 0
+    ) -> RequestState:
         """Checks a request without queueing it.
 
         Raises:
@@ -72,6 +81,7 @@ class Engine:
     def submit(self, states: list[RequestState]) -> None:
         """Queues checked requests, and compiles what they can reach where that was left for later."""
         with deferred_interrupts(), self.lock:
+            self._reap()
             for state in states:
                 self._states[state.request] = state
                 self._scheduler.add(state.request)
@@ -84,6 +94,17 @@ class Engine:
         with deferred_interrupts(), self.lock:
             self._end(state, FinishReason.ABORT)
 
+    def abandon(self, *states: RequestState) -> None:
+        """Says that nobody waits for these any more; they are aborted before the engine does anything else.
+
+        Safe anywhere, also in a destructor that the garbage collector runs in the middle of a step.
+        """
+        self._abandoned.extend(states)
+
+    def _reap(self) -> None:
+        while self._abandoned:
+            self._end(self._abandoned.popleft(), FinishReason.ABORT)
+
     def abort_all(self) -> None:
         """Ends every live request."""
         with deferred_interrupts(), self.lock:
@@ -95,7 +116,7 @@ class Engine:
         with self.lock:
             return next((state for request, state in self._states.items() if request.request_id == request_id), None)
 
-    # -- stepping -----------------------------------------------------------------------------------------------------
+    # -- stepping ---------------------------------------------------------------------------------
 
     def step(self) -> bool:
         """Dispatches the next step if there is one, and commits the oldest if none may be added. False when idle.
@@ -103,6 +124,7 @@ class Engine:
         Ctrl-C is held back until the step is whole.
         """
         with deferred_interrupts(), self.lock:
+            self._reap()
             try:
                 return self._step()
             except Exception as error:  # whatever the device or jax raised: end what was in flight, go on
@@ -169,12 +191,12 @@ class Engine:
         self._cache.reset()
         self.runner.reset()
 
-    # -- programs -----------------------------------------------------------------------------------------------------
+    # -- programs ---------------------------------------------------------------------------------
 
     def _warm_up(self, shapes: Iterable[BatchShape]) -> None:
         keys = self.runner.programs.keys(shapes)
         self._announce(keys)
-        repeats = 1 if self.runner.weights[0].device.platform == "cpu" else 3
+        repeats = 1 if jax.default_backend() == "cpu" else 3
         self.runner.warm_up(keys, repeats, lambda key: self._on_compile(0, True))
 
     def _announce(self, keys: list[Key]) -> None:
@@ -212,19 +234,23 @@ class Engine:
         tokens = min(budget, sum(request.num_tokens for request in requests))
         widest = ladder.fit(max(tokens, rows), rows)
         most = ladder.fit(rows, rows).num_rows
-        return [s for s in ladder.shapes if s.num_tokens <= widest.num_tokens and s.num_rows <= max(most, widest.num_rows)]
+        return [
+            s for s in ladder.shapes if s.num_tokens <= widest.num_tokens and s.num_rows <= max(most, widest.num_rows)
+        ]
 
-    # -- state --------------------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all reusable prefixes; requests in progress keep what they have."""
         with deferred_interrupts(), self.lock:
+            self._reap()
             self._cache.reset()
         return True
 
     def stats(self) -> EngineStats:
         """Counts and gauges as they are now."""
-        with self.lock:
+        with deferred_interrupts(), self.lock:
+            self._reap()
             counts, cache, programs = self._counts, self._cache, self.runner.programs
             counts.num_requests_running = len(self._scheduler.running)
             counts.num_requests_waiting = len(self._scheduler.waiting)

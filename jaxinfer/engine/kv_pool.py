@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.layers import KVCache
+
+type Device = Any
+"""A `jax.Device`, which type checkers take for a variable."""
 
 CPU_POOL_BYTES = 1 << 30
 BLOCK_GRID = 64
@@ -42,13 +45,11 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
 def make_caches(config: ModelConfig, num_blocks: int, block_size: int, dtype: str) -> list[KVCache]:
     """Zeroed K and V of every layer: 0 x NaN would poison masked positions."""
     shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
-    return [
-        (jnp.zeros(shape, jnp.dtype(dtype)), jnp.zeros(shape, jnp.dtype(dtype))) for _ in range(config.num_layers)
-    ]
+    return [(jnp.zeros(shape, jnp.dtype(dtype)), jnp.zeros(shape, jnp.dtype(dtype))) for _ in range(config.num_layers)]
 
 
 def size_pool(
-    engine: EngineConfig, config: ModelConfig, *, weights: int, temporaries: int, device: jax.Device
+    engine: EngineConfig, config: ModelConfig, *, weights: int, temporaries: int, device: Device
 ) -> MemoryAccount:
     """How many blocks there will be: what was asked for, or what memory holds.
 
@@ -73,12 +74,13 @@ def size_pool(
     if num_blocks < 2:
         raise ValueError(
             f"no room for a KV cache: of {total / 1e9:.1f} GB x {engine.memory_utilization}, weights take "
-            f"{weights / 1e9:.2f} GB and step temporaries {temporaries / 1e9:.2f} GB; a block takes {block / 1e6:.2f} MB"
+            f"{weights / 1e9:.2f} GB and step temporaries {temporaries / 1e9:.2f} GB; "
+            f"a block takes {block / 1e6:.2f} MB"
         )
     return MemoryAccount(total, weights, temporaries, block, num_blocks)
 
 
-def _memory(engine: EngineConfig, device: jax.Device, taken: int) -> tuple[int, int]:
+def _memory(engine: EngineConfig, device: Device, taken: int) -> tuple[int, int]:
     """(memory of the device, what of it the pool may have)."""
     if device.platform == "cpu":
         return CPU_POOL_BYTES + taken, CPU_POOL_BYTES

@@ -87,9 +87,7 @@ class Programs:
         self._rebuild = lambda leaves: nnx.merge(graph, jax.tree.unflatten(tree, leaves))
         self.shapes = shapes
         self.stats = CompileStats()
-        page = jax.ShapeDtypeStruct(
-            (num_blocks, config.num_kv_heads, block_size, config.head_dim), jnp.dtype(dtype)
-        )
+        page = jax.ShapeDtypeStruct((num_blocks, config.num_kv_heads, block_size, config.head_dim), jnp.dtype(dtype))
         self.caches: list[Any] = [(page, page) for _ in range(config.num_layers)]
         self.tables = jax.ShapeDtypeStruct((shapes.num_slots, shapes.max_blocks), jnp.int32)
         self.carry = jax.eval_shape(shapes.zero_carry)
@@ -97,7 +95,7 @@ class Programs:
         self._compiled: dict[Key, Callable[..., Any]] = {}
         self._lock = threading.Lock()
 
-    # -- access -----------------------------------------------------------------------------------------------------
+    # -- access -----------------------------------------------------------------------------------
 
     def get(self, key: Key) -> Callable[..., Any]:
         """A compiled program; compiled now if it was not yet."""
@@ -140,7 +138,7 @@ class Programs:
         analysis = self.get(key).memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
         return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
-    # -- what each program is -------------------------------------------------------------------------------------------
+    # -- what each program is ---------------------------------------------------------------------
 
     def step_key(self, shape: BatchShape) -> Key:
         return ("step", shape.num_tokens, shape.num_rows, shape.block_size)
@@ -163,7 +161,11 @@ class Programs:
             case ("step", num_tokens, num_rows, block_size):
                 layout = BatchLayout(BatchShape(num_tokens, num_rows, block_size))
                 buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-                return self._step(layout), (1, 2), (self.weights, self.caches, self.tables, self.carry, buffer)
+                return (
+                    self._step(layout),
+                    (1, 2),
+                    (self.weights, self.caches, self.tables, self.carry, buffer),
+                )
             case ("plain", num_rows):
                 return sample_plain, (0,), (self.carry, self._logits(num_rows), _abstract_rows(num_rows))
             case ("full", num_rows):
@@ -185,7 +187,11 @@ class Programs:
 
     def _step(self, layout: BatchLayout) -> Callable[..., Any]:
         def step(
-            weights: list[jax.Array], caches: list[KVCache], tables: jax.Array, carry: Carry, buffer: jax.Array
+            weights: list[jax.Array],
+            caches: list[KVCache],
+            tables: jax.Array,
+            carry: Carry,
+            buffer: jax.Array,
         ) -> tuple[list[KVCache], jax.Array, jax.Array, Rows]:
             batch = layout.unpack(buffer)
             tables = tables.at[batch.update_slots, batch.update_columns].set(batch.update_blocks, mode="drop")
@@ -226,8 +232,8 @@ def derive_inputs(
 ) -> tuple[jax.Array, AttentionMetadata]:
     """Token ids, positions and slots of a step, from the device's own counts: the host may only know bounds.
 
-        row s:    token t at position num_computed[slot] + (t - query_start_loc[s])
-                  in block tables[slot, position // block_size], at offset position % block_size
+    row s:    token t at position num_computed[slot] + (t - query_start_loc[s])
+              in block tables[slot, position // block_size], at offset position % block_size
     """
     num_rows = batch.slot_ids.shape[0]
     computed = carry.num_computed.at[batch.slot_ids].get(mode="fill", fill_value=0)

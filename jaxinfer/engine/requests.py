@@ -39,7 +39,7 @@ class RequestFactory:
         """What the model's generation config says, where the caller says nothing."""
         config = self._model.generation_defaults
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        chosen = {name: config[name] for name in names if config.get(name) is not None}
+        chosen: dict[str, Any] = {name: config[name] for name in names if config.get(name) is not None}
         if config.get("do_sample") is False:
             chosen = {"temperature": 0.0}
         if config.get("max_new_tokens") is not None:
@@ -114,7 +114,9 @@ class RequestFactory:
             for text in (word.lstrip(), " " + word.lstrip()):
                 ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
                 if len(ids) > MAX_BAD_WORD_LEN:
-                    raise ValueError(f"bad_words: {word!r} has {len(ids)} tokens; at most {MAX_BAD_WORD_LEN} are possible")
+                    raise ValueError(
+                        f"bad_words: {word!r} has {len(ids)} tokens; at most {MAX_BAD_WORD_LEN} are possible"
+                    )
                 if ids:
                     found[ids] = None
         if len(found) > MAX_BAD_WORDS:

@@ -29,7 +29,14 @@ class QKVProjection(nnx.Module):
     """[T, hidden] -> q [T, kv_heads, group, head_dim], k and v [T, kv_heads, head_dim]."""
 
     def __init__(
-        self, hidden: int, kv_heads: int, group: int, head_dim: int, *, dtype: jnp.dtype, has_bias: bool = False
+        self,
+        hidden: int,
+        kv_heads: int,
+        group: int,
+        head_dim: int,
+        *,
+        dtype: jnp.dtype,
+        has_bias: bool = False,
     ) -> None:
         shape = (hidden, kv_heads, group + 2, head_dim)
         self.weight = param(shape, dtype, ("embed", "kv_heads", None, "head_dim"))

@@ -41,9 +41,7 @@ def _llama3(base: np.ndarray, rope: RopeConfig) -> np.ndarray:
     smooth = (rope.original_max_position / wavelength - low) / (high - low)
     blended = (1 - smooth) * base / rope.factor + smooth * base
     out = np.where(wavelength > rope.original_max_position / low, base / rope.factor, base)
-    is_between = (wavelength <= rope.original_max_position / low) & (
-        wavelength >= rope.original_max_position / high
-    )
+    is_between = (wavelength <= rope.original_max_position / low) & (wavelength >= rope.original_max_position / high)
     return np.where(is_between, blended, out).astype(np.float32)
 
 

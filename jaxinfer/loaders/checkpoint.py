@@ -22,7 +22,11 @@ class Checkpoint(Protocol):
     path: str
     config: dict[str, Any]
     generation_config: dict[str, Any]
-    tokenizer_data: dict[str, Any] | None  # where the file itself holds the tokenizer
+
+    @property
+    def tokenizer_data(self) -> dict[str, Any] | None:
+        """The tokenizer's metadata, where the file itself holds it."""
+        ...
 
     def tensor_names(self) -> Iterable[str]: ...
 
@@ -69,10 +73,9 @@ def fill_weights(
     return [_fill_leaf(checkpoint, sources[path], leaf, sharding_for(path)) for path, leaf in leaves]
 
 
-def _fill_leaf(
-    checkpoint: Checkpoint, source: Source, leaf: jax.ShapeDtypeStruct, sharding: Sharding
-) -> jax.Array:
-    def fill(index: tuple[slice, ...]) -> np.ndarray:
+def _fill_leaf(checkpoint: Checkpoint, source: Source, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+    def fill(index: Index | None) -> np.ndarray:
+        assert index is not None
         part = source.assemble(checkpoint.read, full_index(index, leaf.shape))
         return np.ascontiguousarray(part.astype(leaf.dtype))
 

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 
-def dummy_weights(
-    leaves: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding], seed: int
-) -> list[jax.Array]:
+def dummy_weights(leaves: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding], seed: int) -> list[jax.Array]:
     """Vectors (norm scales) are one, matrices normal with a deviation of 0.02; made by one program."""
     shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
 

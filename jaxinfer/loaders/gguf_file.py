@@ -98,7 +98,9 @@ class GGUFFile:
         }
         rotated = self._field("rope.dimension_count", config["head_dim"])
         if rotated != config["head_dim"]:
-            raise ValueError(f"{self.path}: rotates {rotated} of {config['head_dim']} components; only all is supported")
+            raise ValueError(
+                f"{self.path}: rotates {rotated} of {config['head_dim']} components; only all is supported"
+            )
         scaling = self._field("rope.scaling.type", "none")
         if scaling != "none":
             config["rope_scaling"] = {"rope_type": scaling, "factor": self._field("rope.scaling.factor")}

@@ -11,12 +11,47 @@ from typing import Any
 from jaxinfer.config import ModelConfig, RopeConfig
 
 HARMLESS = frozenset(
-    """_name_or_path architectures attention_dropout attn_implementation bos_token_id chunk_size_feed_forward dtype
-    embd_pdrop eos_token_id experts_implementation finetuning_task head_dim hidden_dropout hidden_dropout_prob id2label
-    initializer_range is_decoder is_encoder_decoder is_llama_config label2id max_window_layers model_type
-    output_attentions output_hidden_states pad_token_id problem_type resid_pdrop return_dict
-    tokenizer_class torch_dtype torchscript transformers.js_config transformers_version unsloth_fixed
-    unsloth_version unk_token_id use_cache vocab_size _attn_implementation_autoset""".split()
+    [
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "attn_implementation",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "embd_pdrop",
+        "eos_token_id",
+        "experts_implementation",
+        "finetuning_task",
+        "head_dim",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "is_llama_config",
+        "label2id",
+        "max_window_layers",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "resid_pdrop",
+        "return_dict",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "unk_token_id",
+        "use_cache",
+        "vocab_size",
+        "_attn_implementation_autoset",
+    ]
 )
 """Keys without influence on the logits of a decoder (dropout is off when inferring)."""
 

@@ -14,6 +14,8 @@ def parse_config(reader: ConfigReader) -> ModelConfig:
         reader.allow("sliding_window")
         layer_types = reader.get("layer_types", ())
         if any(kind != "full_attention" for kind in layer_types):
-            raise ValueError(f"config.json has layer_types {sorted(set(layer_types))}; only full_attention is supported")
+            raise ValueError(
+                f"config.json has layer_types {sorted(set(layer_types))}; only full_attention is supported"
+            )
     reader.get("head_dim", 128)
     return read_dense(reader, ARCHITECTURE, has_qk_norm=True)

@@ -54,7 +54,9 @@ def find_family(architectures: list[str] | None) -> Family:
 
 
 def parse_config(
-    config: dict[str, Any], generation_config: dict[str, Any] | None = None, overrides: dict[str, Any] | None = None
+    config: dict[str, Any],
+    generation_config: dict[str, Any] | None = None,
+    overrides: dict[str, Any] | None = None,
 ) -> ModelConfig:
     """config.json (with overrides; None removes a key) and generation_config.json -> `ModelConfig`.
 

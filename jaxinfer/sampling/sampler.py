@@ -32,9 +32,7 @@ def sample_plain(carry: Carry, logits: jax.Array, rows: Rows) -> tuple[Carry, St
     return carry, StepOutput(tokens, None)
 
 
-def sample_full(
-    carry: Carry, features: Features, logits: jax.Array, rows: Rows
-) -> tuple[Carry, Features, StepOutput]:
+def sample_full(carry: Carry, features: Features, logits: jax.Array, rows: Rows) -> tuple[Carry, Features, StepOutput]:
     """As `sample_plain`, with all features, the token history, and log-probabilities."""
     carry_in, positions = _gather(carry, rows)
     used = jax.tree.map(lambda table: table.at[rows.slot_ids].get(mode="clip"), features)

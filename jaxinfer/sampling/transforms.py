@@ -58,7 +58,9 @@ def add_bias(logits: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
     return logits.at[rows, ids].add(values, mode="drop")
 
 
-def count_tokens(history: jax.Array, positions: jax.Array, prompt_lens: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
+def count_tokens(
+    history: jax.Array, positions: jax.Array, prompt_lens: jax.Array, vocab: int
+) -> tuple[jax.Array, jax.Array]:
     """How often each id stands in the output, int32 [S, V], and whether it stands in prompt or output, bool."""
     num_rows, longest = history.shape
     rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]

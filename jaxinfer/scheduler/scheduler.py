@@ -82,7 +82,7 @@ class Scheduler:
         self._check_stop = check_stop
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
 
-    # -- requests -----------------------------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
@@ -118,7 +118,7 @@ class Scheduler:
         assert sorted(slots + self._free_slots) == list(range(self.limits.max_num_seqs)), "slots are lost"
         assert all(request.slot == -1 and not request.block_ids for request in self.waiting)
 
-    # -- planning -----------------------------------------------------------------------------------------------
+    # -- planning ---------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
         """Plans the next step: running requests in order, then waiting ones while rows and budget last."""
@@ -234,7 +234,13 @@ class Scheduler:
         request.slot = -1
 
     def _add_row(
-        self, draft: _Draft, request: Request, num_tokens: int, *, first_new_block: int = 0, is_admission: bool = False
+        self,
+        draft: _Draft,
+        request: Request,
+        num_tokens: int,
+        *,
+        first_new_block: int = 0,
+        is_admission: bool = False,
     ) -> None:
         self._spend(draft, request, num_tokens)
         draft.rows[request] = PlanRow(
@@ -278,7 +284,7 @@ class Scheduler:
         num_tokens = self.limits.max_num_batched_tokens - draft.budget
         return StepPlan([*singles, *longer], len(singles), num_tokens, draft.copies, draft.num_preempted)
 
-    # -- results --------------------------------------------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Emission]:
         """Takes a step's tokens: appends them, checks for stops, registers what is surely written.

@@ -55,7 +55,7 @@ def paged_attention(
       ValueError: shapes that do not fit together.
       NotImplementedError: the implementation cannot do this case.
     """
-    num_tokens, heads, head_dim = q.shape
+    _num_tokens, heads, head_dim = q.shape
     if k_cache.shape != v_cache.shape or k_cache.shape[3] != head_dim or heads % k_cache.shape[1]:
         raise ValueError(f"q {q.shape} does not fit caches {k_cache.shape}, {v_cache.shape}")
     num_rows = block_tables.shape[0]

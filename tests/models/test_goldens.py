@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from golden_weights import state_dict_sha256, make_state_dict
+from golden_weights import make_state_dict, state_dict_sha256
 from tiny_models import write_model
 
 from jaxinfer import LLM, SamplingParams

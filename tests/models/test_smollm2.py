@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 
 import pytest
@@ -53,7 +54,7 @@ def test_streamed_text_is_the_whole_text(golden, llm):
     for entry in golden["generations"][2:4]:
         params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
         texts = [output.outputs[0].text for output in llm.stream(entry["prompt"], params)]
-        assert all(longer.startswith(shorter) for shorter, longer in zip(texts, texts[1:], strict=False))
+        assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(texts))
         assert texts[-1] == entry["output_text"]
 
 

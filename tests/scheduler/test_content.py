@@ -102,7 +102,14 @@ class LeavesVictimInPlan(Scheduler):
 
 @pytest.mark.parametrize(
     "near_miss",
-    [SamplesAtPromptEnd, KeepsPlaceholders, KeepsDrafts, RejectsEverywhere, RegistersInFlight, LeavesVictimInPlan],
+    [
+        SamplesAtPromptEnd,
+        KeepsPlaceholders,
+        KeepsDrafts,
+        RejectsEverywhere,
+        RegistersInFlight,
+        LeavesVictimInPlan,
+    ],
 )
 def test_near_miss_fails(near_miss):
     """Controls: each wrong rule is caught by some traffic."""

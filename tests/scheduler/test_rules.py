@@ -79,7 +79,15 @@ def solo_run_no_eos(request: Request) -> list[int]:
 
 @pytest.mark.parametrize(
     ("length", "block_size", "cached"),
-    [(465, 256, 464), (512, 256, 511), (511, 256, 510), (513, 256, 512), (256, 256, 255), (1, 16, 0), (2, 16, 1)],
+    [
+        (465, 256, 464),
+        (512, 256, 511),
+        (511, 256, 510),
+        (513, 256, 512),
+        (256, 256, 255),
+        (1, 16, 0),
+        (2, 16, 1),
+    ],
 )
 def test_resent_prompt_recomputes_one_token(length, block_size, cached):
     """D1, D2, E3: exact counts at and around multiples of the block, twice."""
