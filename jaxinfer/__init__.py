@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ try:
     __version__ = version("jaxinfer")
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
+
+logging.getLogger("jaxinfer").addHandler(logging.NullHandler())  # notices are for whoever sets logging up
 
 _LAZY = {
     "LLM": "jaxinfer.llm",

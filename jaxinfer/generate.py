@@ -87,13 +87,13 @@ def run(args: argparse.Namespace) -> int:
         llm = LLM(**engine_arguments(args), on_compile=on_compile)
         params = sampling_params(args, llm.default_params())
         if args.prompts_file is not None:
-            return _answer_file(llm, prompts, params, as_json=args.json)
+            return _answer_file(llm, prompts, params, args)
         if len(prompts) == 1 and not args.json:
             outputs = [_stream(llm, prompts[0], params)]
         else:
             outputs = _answer_all(llm, prompts, params, as_json=args.json)
     if not args.json:
-        print_table(outputs)
+        print_table(outputs, _notice(llm, args))
     return 1 if any(output.error for output in outputs) else 0
 
 
@@ -168,8 +168,9 @@ def _answer_all(llm: LLM, prompts: list[Any], params: SamplingParams, *, as_json
     return outputs
 
 
-def _answer_file(llm: LLM, prompts: list[Any], params: SamplingParams, *, as_json: bool) -> int:
+def _answer_file(llm: LLM, prompts: list[Any], params: SamplingParams, args: argparse.Namespace) -> int:
     """Answers what can be answered; the others get an error record. 1 if there were such."""
+    as_json = args.json
     good: dict[int, Any] = {}
     failed: dict[int, str] = {}
     for index, prompt in enumerate(prompts):
@@ -189,7 +190,7 @@ def _answer_file(llm: LLM, prompts: list[Any], params: SamplingParams, *, as_jso
         outputs.append(next(answers))
         _print_answer(index, outputs[-1], as_json=as_json)
     if outputs and not as_json:
-        print_table(outputs)
+        print_table(outputs, _notice(llm, args))
     return 1 if failed or any(output.error for output in outputs) else 0
 
 
@@ -263,12 +264,20 @@ def _compile_progress() -> Iterator[Any]:
         status.stop()
 
 
-def print_table(outputs: Sequence[RequestOutput]) -> None:
-    """Tokens and times of each answer, and of all together, on stderr."""
+def _notice(llm: LLM, args: argparse.Namespace) -> str | None:
+    """Says so when requests may be shorter than the model allows, though nobody asked for it."""
+    longest, limit = llm.config.max_model_len or 0, llm.engine.model.max_position_embeddings
+    if args.max_model_len is not None or longest >= limit:
+        return None
+    return f"requests may have {longest} tokens, what the KV cache holds (the model allows {limit})"
+
+
+def print_table(outputs: Sequence[RequestOutput], notice: str | None = None) -> None:
+    """Tokens and times of each answer, on stderr."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table()
+    table = Table(caption=notice, caption_justify="left")
     for name in ("prompt", "prompt tokens", "cached", "output tokens", "TTFT ms", "TPOT ms", "tok/s", "end"):
         table.add_column(name, justify="left" if name in ("prompt", "end") else "right")
     for index, output in enumerate(outputs):

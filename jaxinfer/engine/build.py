@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from jaxinfer.loaders import Checkpoint, dummy_weights, fill_weights, open_check
 from jaxinfer.models import DenseModel, build_model, find_family, parse_config
 from jaxinfer.scheduler import resolve_max_model_len
 from jaxinfer.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
+
+LOGGER = logging.getLogger("jaxinfer")
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,12 @@ def build(config: EngineConfig) -> Parts:
         model_config.max_position_embeddings,
         (account.num_blocks - 1) * config.block_size,
     )
+    if config.max_model_len is None and max_model_len < model_config.max_position_embeddings:
+        LOGGER.warning(
+            "max_model_len is lowered from the model's %d to %d tokens, what the KV cache holds",
+            model_config.max_position_embeddings,
+            max_model_len,
+        )
     config = dataclasses.replace(config, max_model_len=max_model_len, num_blocks=account.num_blocks)
     programs = _programs(config, model_config, model, account.num_blocks, max_model_len)
     runner = Runner(weights, programs, _ladder(config), _cache_maker(config, model_config, account.num_blocks))

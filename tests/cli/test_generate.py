@@ -44,6 +44,7 @@ def test_one_prompt_is_streamed_and_a_table_ends_it(flags, capsys):
     assert out.endswith("\n")
     for column in ("prompt tokens", "cached", "output tokens", "TTFT", "TPOT", "tok/s"):
         assert all(word in err for word in column.split())
+    assert "requests may have 1008 tokens" in " ".join(err.split())
 
 
 def test_several_prompts_keep_their_order(flags, capsys):

@@ -2,70 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from golden_cases import TINY, TOLERANCE, forward, read, supported
 from golden_weights import make_state_dict, state_dict_sha256
 from tiny_models import write_model
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.batch import AttentionMetadata
-from jaxinfer.config import EngineConfig
-from jaxinfer.engine.build import load_weights
 from jaxinfer.layers import inverse_frequencies
-from jaxinfer.loaders import open_checkpoint
-from jaxinfer.models import build_model, parse_config, supported_architectures
-
-TINY = Path(__file__).parents[1] / "goldens" / "tiny"
-TOLERANCE = 1e-4  # float32 against float64 differs by 2e-5 at most; the least wrong setting tried, by 0.02
-
-
-def read(name: str) -> tuple[dict, dict[str, np.ndarray]]:
-    with np.load(TINY / f"{name}.npz") as arrays:
-        return json.loads((TINY / f"{name}.json").read_text()), dict(arrays)
-
-
-def supported() -> list[str]:
-    cases = [path.stem for path in sorted(TINY.glob("*.json"))]
-    return [
-        name
-        for name in cases
-        if read(name)[0]["config"]["architectures"][0] in supported_architectures() and "yarn" not in name
-    ]
-
-
-def forward(folder: Path, token_ids: list[int], block_size: int = 16) -> np.ndarray:
-    """Logits of all positions, float32 [T, V], through the paged cache."""
-    checkpoint = open_checkpoint(str(folder))
-    config = parse_config(checkpoint.config)
-    model = build_model(config, "float32")
-    weights = load_weights(EngineConfig(), checkpoint, config, model, jax.devices()[0])
-    graph, state = nnx.split(model)
-    tree = jax.tree.structure(state)
-    length = len(token_ids)
-    blocks = -(-length // block_size)
-    page = jnp.full((blocks + 1, config.num_kv_heads, block_size, config.head_dim), jnp.nan)
-    positions = jnp.arange(length, dtype=jnp.int32)
-    meta = AttentionMetadata(
-        positions=positions,
-        slot_mapping=positions + block_size,
-        block_tables=jnp.arange(1, blocks + 1, dtype=jnp.int32)[None],
-        seq_lens=jnp.array([length], jnp.int32),
-        query_start_loc=jnp.array([0, length], jnp.int32),
-    )
-
-    @jax.jit
-    def run(weights, caches):
-        bound = nnx.merge(graph, jax.tree.unflatten(tree, weights))
-        hidden, _ = bound(jnp.array(token_ids, jnp.int32), meta, caches)
-        return bound.logits(hidden)
-
-    return np.asarray(run(weights, [(page, page)] * config.num_layers))
+from jaxinfer.models import parse_config, supported_architectures
 
 
 @pytest.mark.parametrize("name", supported())
@@ -95,3 +40,12 @@ def test_greedy_tokens_equal_transformers(name, tmp_path):
 def test_every_family_has_a_golden():
     with_golden = {read(path.stem)[0]["config"]["architectures"][0] for path in TINY.glob("*.json")}
     assert set(supported_architectures()) <= with_golden
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.3), ("float16", 0.04)])
+def test_narrow_types_stay_near(tmp_path, dtype, tolerance):
+    """Logits up to 5 with 8 and 11 bits of mantissa, over two layers."""
+    golden, arrays = read("qwen3_gqa")
+    folder = write_model(tmp_path / "m", golden["config"], seed=golden["seed"], with_tokenizer=False)
+    logits = forward(folder, golden["input_ids"], dtype=dtype)
+    assert 1e-4 < np.abs(logits - arrays["logits"]).max() < tolerance
