@@ -57,7 +57,7 @@ def _params(number: int, rng: random.Random) -> SamplingParams:
 
 def make_llm(folder, **changes) -> LLM:
     settings = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "block_size": 128, "num_blocks": 200,
-                "max_model_len": 2048, "compile_cache": None, "warmup": "full"}  # fmt: skip
+                "max_model_len": 2048, "compile_cache": None, "warmup": "full", "dtype": "float32"}  # fmt: skip
     return LLM(str(folder), **{**settings, **changes})
 
 

@@ -30,7 +30,7 @@ def test_logits_equal_transformers(name, tmp_path):
 def test_greedy_tokens_equal_transformers(name, tmp_path):
     golden, _ = read(name)
     folder = write_model(tmp_path / name, golden["config"], seed=golden["seed"], with_tokenizer=False)
-    with LLM(str(folder), max_num_seqs=2, max_num_batched_tokens=16, compile_cache=None) as llm:
+    with LLM(str(folder), dtype="float32", max_num_seqs=2, max_num_batched_tokens=16, compile_cache=None) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
         output = llm.generate(golden["input_ids"], params)[0]
     assert output.outputs[0].token_ids == golden["greedy_ids"]
