@@ -14,6 +14,8 @@ type Device = Any
 """A `jax.Device`, which type checkers take for a variable."""
 
 CPU_POOL_BYTES = 1 << 30
+CPU_POOL_TOKENS = 8192
+"""On a CPU the pool holds this many tokens, or one longest request if that is more: touching memory takes time."""
 BLOCK_GRID = 64
 """Automatic sizes are multiples of this: `num_blocks` is part of every program's shape, so of the cache's key."""
 
@@ -65,12 +67,14 @@ def size_pool(
     assert engine.max_num_seqs is not None
     block = block_bytes(config, engine.block_size, engine.dtype)
     longest = engine.max_model_len or config.max_position_embeddings
-    wanted = engine.max_num_seqs * -(-longest // engine.block_size) + 1
+    most = max(longest, CPU_POOL_TOKENS) if device.platform == "cpu" else engine.max_num_seqs * longest
+    wanted = -(-most // engine.block_size) + 1
     total, available = _memory(engine, device, weights + temporaries)
     if engine.num_blocks is not None:
         return MemoryAccount(total, weights, temporaries, block, engine.num_blocks)
     fitting = min(wanted, available // block)
-    num_blocks = fitting if fitting < 2 * BLOCK_GRID else fitting // BLOCK_GRID * BLOCK_GRID
+    keeps = fitting == wanted or fitting < 2 * BLOCK_GRID
+    num_blocks = fitting if keeps else fitting // BLOCK_GRID * BLOCK_GRID
     if num_blocks < 2:
         raise ValueError(
             f"no room for a KV cache: of {total / 1e9:.1f} GB x {engine.memory_utilization}, weights take "

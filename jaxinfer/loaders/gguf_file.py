@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 
 from jaxinfer.loaders.checkpoint import Index
@@ -44,6 +45,20 @@ def hf_name(name: str) -> str:
     return (f"model.layers.{match[1]}." if match else "") + f"{NAMES[stem]}.{suffix}"
 
 
+class _PlainReader(gguf.GGUFReader):
+    """Keeps the mapped file as a plain array: a slice of a `np.memmap` costs several times as much, and the reader
+    takes hundreds of thousands, one a token.
+    """
+
+    @property
+    def data(self) -> np.ndarray:
+        return self._plain
+
+    @data.setter
+    def data(self, value: np.ndarray) -> None:
+        self._plain = value.view(np.ndarray)
+
+
 class GGUFFile:
     """See `Checkpoint`.
 
@@ -54,15 +69,12 @@ class GGUFFile:
     generation_config: dict[str, Any]
 
     def __init__(self, path: Path) -> None:
-        import gguf  # here: it takes a moment, and other formats do not need it
-
         self.path = str(path)
         try:
-            reader = gguf.GGUFReader(path)
+            reader = _PlainReader(path)
             self._fields = {name: field.contents() for name, field in reader.fields.items()}
         except Exception as error:  # the package raises whatever numpy or struct did
             raise ValueError(f"{path} is truncated or not a GGUF file: {error}") from None
-        self._dequantize = gguf.dequantize
         self._tensors = {hf_name(tensor.name): tensor for tensor in reader.tensors}
         self._divisors = self._tensors.pop("rope_freqs.weight", None)
         self.generation_config = {}
@@ -124,7 +136,7 @@ class GGUFFile:
 
     def read(self, name: str, index: Index) -> np.ndarray:
         tensor = self._tensors[name]
-        values = self._dequantize(tensor.data, tensor.tensor_type).reshape(self.shape(name))
+        values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(self.shape(name))
         if self._architecture == "llama" and name.endswith((".q_proj.weight", ".k_proj.weight")):
             heads = self.config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             values = _rotate_half_order(values, heads)
