@@ -53,6 +53,9 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # of YaRN; None is 0.1 ln(factor) + 1
     divisors: tuple[float, ...] = ()
 
 

@@ -109,8 +109,6 @@ class SamplingParams:
         inf = float("inf")
         big = 3.0e38  # the largest magnitude that stays finite in float32
         _check_int("n", self.n, 1, 1024, "an integer between 1 and 1024")
-        _require(self.n == 1, "n", self.n, "1 (several answers a prompt are not supported yet)")
-        _require(self.prompt_logprobs is None, "prompt_logprobs", self.prompt_logprobs, "None (not supported)")
         _check_number("temperature", self.temperature, 0.0, big, "a finite number >= 0")
         _check_number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]")
         _check_int("top_k", self.top_k, -1, inf, "-1 or 0 (off) or a positive integer")
@@ -125,8 +123,11 @@ class SamplingParams:
         _check_int("min_tokens", self.min_tokens, 0, inf, "an integer >= 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is beyond max_tokens {self.max_tokens}")
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n must be 1 at temperature 0 (all answers would be the same), got {self.n}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
         self._check_lists()
 
     def _check_lists(self) -> None:
@@ -202,6 +203,7 @@ class Request:
     seed: int = 0  # resolved: drawn at submission when the caller gave none
     eos_token_ids: frozenset[int] = frozenset()  # empty under ignore_eos
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    leader: Request | None = None  # of the siblings of n > 1, the one whose prompt blocks are to be forked
 
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -286,6 +288,16 @@ class StepResult:
 
     token_ids: list[list[int] | None]
     logprobs: list[Any] | None = None  # a row: (sampled, sampled rank, top ids, top logprobs)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a chunk of a prompt: `rows[i]` is of the token at position `start + i`."""
+
+    request: Request
+    start: int
+    rows: list[Any]  # (logprob, rank, top ids, top logprobs)
 
 
 # -- outputs -------------------------------------------------------------------------------------
@@ -342,3 +354,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
     with _compile_progress() as on_compile:
         llm = LLM(**engine_arguments(args), on_compile=on_compile)
-        params = sampling_params(args, llm.default_params())
+        params = sampling_params(args, llm.get_default_sampling_params())
         if args.prompts_file is not None:
             return _answer_file(llm, prompts, params, args)
         if len(prompts) == 1 and not args.json:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,6 +21,9 @@ LLAMA3_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+FIRST_MARK, LAST_MARK = 0x10F000, 0x10FFFD
+MARK = re.compile(f"([{chr(FIRST_MARK)}-{chr(LAST_MARK)}])")
+"""Stand-ins for hidden literals: the end of a private-use plane."""
 CONTROL, USER_DEFINED = 3, 4
 """Token types of GGUF metadata that are matched in text before anything else."""
 
@@ -97,6 +101,63 @@ class Tokenizer:
         except TemplateError as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from None
         return rendered[0]
+
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        template: str | None = None,
+        add_generation_prompt: bool = True,
+        parse_special_tokens: bool = False,
+    ) -> tuple[str, list[int]]:
+        """A conversation's text and ids; special tokens come from the template alone unless `parse_special_tokens`.
+
+        Literals of special tokens inside messages are hidden from the tokenizer while it looks for special tokens: each
+        is replaced by a mark from a private-use plane, and encoded by itself as plain text.
+        """
+        hidden: list[str] = []
+        if not parse_special_tokens:
+            messages = [self._hide_literals(message, hidden) for message in messages]
+        rendered = self.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, template=template)
+        text, ids = "", []
+        for part in MARK.split(rendered) if hidden else [rendered]:
+            if len(part) == 1 and MARK.fullmatch(part):
+                part = hidden[ord(part) - FIRST_MARK]
+                ids += self._encode_plain(part)
+            else:
+                ids += self.encode(part, add_special_tokens=False)
+            text += part
+        return text, ids
+
+    def _hide_literals(self, message: dict[str, Any], hidden: list[str]) -> dict[str, Any]:
+        content = message.get("content")
+        literals = [token.content for token in self._added.values() if token.special]
+        if not isinstance(content, str) or not literals:
+            return message
+
+        def hide(match: re.Match[str]) -> str:
+            hidden.append(match[0])
+            return chr(FIRST_MARK + len(hidden) - 1)
+
+        pattern = "|".join(map(re.escape, sorted(literals, key=len, reverse=True)))
+        clean = MARK.sub("", content)  # the marks' own plane holds no text
+        return {**message, "content": re.sub(pattern, hide, clean)}
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Ids of a text in which nothing is special."""
+        self.backend.encode_special_tokens = True
+        try:
+            return self.backend.encode(text, add_special_tokens=False).ids
+        finally:
+            self.backend.encode_special_tokens = False
+
+    def to_transformers(self) -> Any:
+        """The same tokenizer as a `transformers.PreTrainedTokenizerFast`."""
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=self.backend, chat_template=self.chat_template, **self.special_tokens
+        )
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

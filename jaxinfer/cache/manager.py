@@ -85,6 +85,13 @@ class KVCacheManager:
             digests.append(digest)
         return PrefixHit(blocks, digests, len(blocks) * size)
 
+    def fork(self, leader: Request, num_prompt_tokens: int) -> PrefixHit:
+        """The hit that a sibling has in its leader's prompt blocks: all but one token, with or without caching."""
+        num_tokens = num_prompt_tokens - 1
+        full, rest = divmod(num_tokens, self.block_size)
+        source = leader.block_ids[full] if rest else 0
+        return PrefixHit(leader.block_ids[:full], self._digests[leader][:full], num_tokens, source)
+
     def admit(self, request: Request, hit: PrefixHit, num_tokens: int) -> list[tuple[int, int]] | None:
         """Gives a request that owns nothing the blocks for its first `num_tokens` tokens, the hit's included.
 

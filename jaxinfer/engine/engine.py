@@ -22,7 +22,7 @@ from jaxinfer.engine.interrupts import deferred_interrupts
 from jaxinfer.engine.programs import Key
 from jaxinfer.engine.requests import Prompt, RequestFactory
 from jaxinfer.engine.runner import InFlight
-from jaxinfer.engine.state import RequestState
+from jaxinfer.engine.state import Answer, RequestState
 from jaxinfer.metrics import EngineStats
 from jaxinfer.scheduler import Scheduler, SchedulerLimits
 
@@ -45,7 +45,7 @@ class Engine:
         self.runner = parts.runner
         self.lock = threading.RLock()
         self._on_compile = on_compile or (lambda count, is_done: None)
-        self._states: dict[Request, RequestState] = {}
+        self._live: dict[Request, tuple[RequestState, Answer]] = {}
         self._in_flight: deque[InFlight] = deque()
         self._abandoned: deque[RequestState] = deque()
         self._counts = EngineStats()
@@ -58,7 +58,7 @@ class Engine:
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
         self._scheduler = Scheduler(
-            _limits(self.config), self._cache, lambda request: self._states[request].check_stop()
+            _limits(self.config), self._cache, lambda request: self._live[request][1].check_stop()
         )
         self.factory = RequestFactory(self.model, self.tokenizer, self.config.max_model_len, self.config.seed)
         if self.config.warmup == "full":
@@ -75,16 +75,17 @@ class Engine:
           ValueError: it can never run; the message says why.
         """
         with self.lock:
-            request, text = self.factory.make(prompt, params, priority=priority)
-        return RequestState(request, text, self.tokenizer, is_streaming=is_streaming)
+            requests, text = self.factory.make(prompt, params, priority=priority)
+        return RequestState(requests, text, self.tokenizer, is_streaming=is_streaming)
 
     def submit(self, states: list[RequestState]) -> None:
         """Queues checked requests, and compiles what they can reach where that was left for later."""
         with deferred_interrupts(), self.lock:
             self._reap()
             for state in states:
-                self._states[state.request] = state
-                self._scheduler.add(state.request)
+                for answer in state.answers:
+                    self._live[answer.request] = state, answer
+                    self._scheduler.add(answer.request)
         if self.config.warmup == "lazy":
             with self.lock:
                 self._compile_reachable()
@@ -108,13 +109,13 @@ class Engine:
     def abort_all(self) -> None:
         """Ends every live request."""
         with deferred_interrupts(), self.lock:
-            for state in list(self._states.values()):
+            for state, _ in list(self._live.values()):
                 self._end(state, FinishReason.ABORT)
 
     def find(self, request_id: str) -> RequestState | None:
         """The live request with this id."""
         with self.lock:
-            return next((state for request, state in self._states.items() if request.request_id == request_id), None)
+            return next((state for state, _ in self._live.values() if state.request.request_id == request_id), None)
 
     # -- stepping ---------------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class Engine:
             if not plan.is_empty:
                 now = time.perf_counter()
                 for row in plan.rows:
-                    self._states[row.request].timeline.record_scheduled(now)
+                    self._live[row.request][1].timeline.record_scheduled(now)
                 self._in_flight.append(InFlight(plan, None))  # so that a failure finds its requests
                 self._in_flight[-1] = self.runner.dispatch(plan)
                 self._counts.num_steps += 1
@@ -154,30 +155,39 @@ class Engine:
         step = self._in_flight[0]
         result = self.runner.fetch(step)
         self._in_flight.popleft()
+        for chunk in result.prompt_logprobs:
+            if chunk.request in self._live:
+                self._live[chunk.request][0].add_prompt_logprobs(chunk)
         emissions = self._scheduler.commit(step.plan, result)
         now = time.perf_counter()
+        changed: dict[RequestState, None] = {}
         for emission in emissions:
-            state = self._states[emission.request]
-            state.timeline.record_tokens(len(emission.token_ids), now)
+            state, answer = self._live[emission.request]
+            changed[state] = None
+            answer.timeline.record_tokens(len(emission.token_ids), now)
             self._counts.generation_tokens += len(emission.token_ids)
             if result.logprobs is not None:
-                state.add_logprobs(emission.token_ids, result.logprobs[emission.row])
+                answer.add_logprobs(emission.token_ids, result.logprobs[emission.row], state.decode)
             if emission.request.finish_reason is FinishReason.ERROR:
                 state.error = "no token could be chosen: every logit is -inf, or one is NaN"
             if emission.request.is_finished:
-                self._close(state)
-            elif state.is_streaming:
-                state.outputs.append(state.make_output())
+                self._close(answer)
+        for state in changed:
+            state.update()
 
     def _end(self, state: RequestState, reason: FinishReason) -> None:
-        if state.request in self._states:
-            self._scheduler.finish(state.request, reason)
-            self._close(state)
+        """Ends what is left of a request."""
+        live = [answer for answer in state.answers if answer.request in self._live]
+        for answer in live:
+            self._scheduler.finish(answer.request, reason)
+            self._close(answer)
+        if live:
+            state.update()
 
-    def _close(self, state: RequestState) -> None:
-        del self._states[state.request]
-        self._counts.prompt_tokens += state.request.num_prompt_tokens
-        state.finish(time.perf_counter())
+    def _close(self, answer: Answer) -> None:
+        del self._live[answer.request]
+        self._counts.prompt_tokens += answer.request.num_prompt_tokens if answer.index == 0 else 0
+        answer.finish(time.perf_counter())
 
     def _fail(self, error: Exception) -> None:
         """After a failed step: its requests end, the pool is new, the others go on."""
@@ -185,9 +195,10 @@ class Engine:
         lost = {row.request for step in self._in_flight for row in step.plan.rows} | set(self._scheduler.running)
         self._in_flight.clear()
         for request in lost:
-            if request in self._states:
-                self._states[request].error = f"a step failed: {type(error).__name__}: {error}"
-                self._end(self._states[request], FinishReason.ERROR)
+            if request in self._live:
+                state = self._live[request][0]
+                state.error = f"a step failed: {type(error).__name__}: {error}"
+                self._end(state, FinishReason.ERROR)
         self._cache.reset()
         self.runner.reset()
 
@@ -209,12 +220,11 @@ class Engine:
         requests = list(self._scheduler.live_requests())
         shapes = self._reachable(requests)
         programs = self.runner.programs
-        kinds = {"full" if request.params.needs_full_sampler else "plain" for request in requests}
-        keys = [
-            key
-            for key in programs.keys(shapes)
-            if key[0] in kinds or key[0] in ("step", "admit") or (key[0] == "features" and "full" in kinds)
-        ]
+        kinds = {"step", "admit"}
+        for request in requests:
+            kinds |= {"full", "features"} if request.params.needs_full_sampler else {"plain"}
+            kinds |= {"prompt"} if request.params.prompt_logprobs is not None else set()
+        keys = [key for key in programs.keys(shapes) if key[0] in kinds]
         if self.config.enable_prefix_caching:
             keys.append(("copy", programs.copy_sizes[0]))
         self._announce(keys)

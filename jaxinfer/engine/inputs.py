@@ -139,3 +139,11 @@ def pack_copies(copies: list[tuple[int, int]], size: int) -> tuple[np.ndarray, n
     if copies:
         both[:, : len(copies)] = np.array(copies, np.int32).T
     return both[0], both[1]
+
+
+def pack_prompt(row: PlanRow, index: int, position: int, count: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the step's hidden states and the prompt tokens that follow them, int32 [size] each, padded with 0."""
+    indices, targets = np.zeros((2, size), np.int32)
+    indices[:count] = np.arange(index, index + count)
+    targets[:count] = row.request.prompt_token_ids[position : position + count]
+    return indices, targets

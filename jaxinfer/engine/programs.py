@@ -1,11 +1,12 @@
 """The engine's pure functions, and their compiled forms.
 
-      step     (weights, caches, tables, carry, buffer) -> (caches, tables, logits, rows)     keyed by (T, S)
+      step     (weights, caches, tables, carry, buffer) -> (caches, tables, logits, rows, hidden)   keyed by (T, S)
       plain    (carry, logits, rows)                    -> (carry, out)                       keyed by S
       full     (carry, features, logits, rows)          -> (carry, features, out)             keyed by S
       admit    (carry, tables, packed)                  -> (carry, tables)       slots that get a new owner
       features (features, packed)                       -> features              the same, for the full sampler
       copy     (caches, sources, targets)               -> caches                copy-on-write of blocks
+      prompt   (weights, hidden, indices, targets)      -> log-probabilities of given tokens       keyed by T
 
 Donated state comes back first. Nothing else is compiled while serving.
 """
@@ -31,17 +32,20 @@ from jaxinfer.batch import (
     Carry,
     DeviceShapes,
     Features,
+    LogprobOutput,
     Rows,
     features_from_columns,
 )
 from jaxinfer.config import ModelConfig
 from jaxinfer.layers import KVCache
 from jaxinfer.models import DenseModel
-from jaxinfer.sampling import sample_full, sample_plain
+from jaxinfer.sampling import raw_logprobs, sample_full, sample_plain
 
 ADMIT_ROWS = 8
 """Slots that one upload refills."""
 FEATURE_ROWS = 2
+PROMPT_ROWS = 64
+"""Prompt positions whose logits are made at once: never [T, V]."""
 COPY_SIZES = (8,)
 """Blocks that one copy program moves; the largest is max_num_seqs, since a plan copies at most one block a row."""
 COMPILE_STACK_BYTES = 64 << 20
@@ -86,6 +90,7 @@ class Programs:
         self.weights, tree = jax.tree.flatten(state)
         self._rebuild = lambda leaves: nnx.merge(graph, jax.tree.unflatten(tree, leaves))
         self.shapes = shapes
+        self.hidden_size, self.dtype = config.hidden_size, jnp.dtype(dtype)
         self.stats = CompileStats()
         page = jax.ShapeDtypeStruct((num_blocks, config.num_kv_heads, block_size, config.head_dim), jnp.dtype(dtype))
         self.caches: list[Any] = [(page, page) for _ in range(config.num_layers)]
@@ -149,7 +154,8 @@ class Programs:
         rows = sorted({shape.num_rows for shape in shapes}, reverse=True)
         samplers = [(kind, size) for size in rows for kind in ("plain", "full")]
         copies = [("copy", size) for size in self.copy_sizes]
-        return [*map(self.step_key, shapes), *samplers, ("admit",), ("features",), *copies]
+        prompts = [("prompt", size) for size in sorted({shape.num_tokens for shape in shapes}, reverse=True)]
+        return [*map(self.step_key, shapes), *samplers, ("admit",), ("features",), *copies, *prompts]
 
     @property
     def copy_sizes(self) -> tuple[int, ...]:
@@ -180,6 +186,10 @@ class Programs:
             case ("copy", size):
                 blocks = jax.ShapeDtypeStruct((size,), jnp.int32)
                 return copy_blocks, (0,), (self.caches, blocks, blocks)
+            case ("prompt", num_tokens):
+                hidden = jax.ShapeDtypeStruct((num_tokens, self.hidden_size), self.dtype)
+                ints = jax.ShapeDtypeStruct((PROMPT_ROWS,), jnp.int32)
+                return self._prompt_logprobs, (), (self.weights, hidden, ints, ints)
         raise KeyError(key)
 
     def _logits(self, num_rows: int) -> jax.ShapeDtypeStruct:
@@ -192,16 +202,21 @@ class Programs:
             tables: jax.Array,
             carry: Carry,
             buffer: jax.Array,
-        ) -> tuple[list[KVCache], jax.Array, jax.Array, Rows]:
+        ) -> tuple[list[KVCache], jax.Array, jax.Array, Rows, jax.Array]:
             batch = layout.unpack(buffer)
             tables = tables.at[batch.update_slots, batch.update_columns].set(batch.update_blocks, mode="drop")
             token_ids, meta = derive_inputs(batch, tables, carry, layout.shape.block_size)
             model = self._rebuild(weights)
             hidden, caches = model(token_ids, meta, caches)
             last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
-            return caches, tables, model.logits(hidden[last]), batch.rows
+            return caches, tables, model.logits(hidden[last]), batch.rows, hidden
 
         return step
+
+    def _prompt_logprobs(
+        self, weights: list[jax.Array], hidden: jax.Array, indices: jax.Array, targets: jax.Array
+    ) -> LogprobOutput:
+        return raw_logprobs(self._rebuild(weights).logits(hidden[indices]), targets)
 
     def _admit(self, carry: Carry, tables: jax.Array, packed: jax.Array) -> tuple[Carry, jax.Array]:
         part = self.shapes.slot_layout.unpack(packed)

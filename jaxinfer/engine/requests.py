@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 import random
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ class RequestFactory:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._seeds = random.Random(seed)
-        self._arrivals = 0
+        self._arrivals = self._num_made = 0
         ids = {*model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
         self._eos_token_ids = frozenset(id_ for id_ in ids if 0 <= id_ < model.vocab_size)
 
@@ -48,8 +49,8 @@ class RequestFactory:
 
     def make(
         self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, request_id: str | None = None
-    ) -> tuple[Request, str | None]:
-        """A request and its prompt's text.
+    ) -> tuple[list[Request], str | None]:
+        """A request, as `params.n` siblings of which the first leads, and its prompt's text.
 
         Raises:
           ValueError: an empty, too long or malformed prompt, or parameters that do not fit the model.
@@ -66,8 +67,8 @@ class RequestFactory:
             raise ValueError(f"stop_token_ids: {num_end_ids} end ids in all; at most {MAX_END_IDS} are possible")
         self._check_text_features(params)
         bad_words = self._bad_word_ids(params)
-        request = Request(
-            request_id=request_id or f"request-{self._arrivals}",
+        first = Request(
+            request_id=request_id or f"request-{self._num_made}",
             prompt_token_ids=token_ids,
             params=params,
             max_tokens=resolve_max_tokens(len(token_ids), params, self._max_model_len),
@@ -77,10 +78,11 @@ class RequestFactory:
             eos_token_ids=eos,
             bad_word_ids=bad_words,
         )
-        _check_allowed(request)
-        request.seed = (self._seeds.getrandbits(64) if params.seed is None else params.seed) % 2**64
-        self._arrivals += 1
-        return request, text
+        _check_allowed(first)
+        first.seed = (self._seeds.getrandbits(64) if params.seed is None else params.seed) % 2**64
+        self._num_made += 1
+        self._arrivals += params.n
+        return [first, *(_sibling(first, index) for index in range(1, params.n))], text
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
         salt = ""
@@ -122,6 +124,23 @@ class RequestFactory:
         if len(found) > MAX_BAD_WORDS:
             raise ValueError(f"bad_words: {len(found)} token sequences; at most {MAX_BAD_WORDS} are possible")
         return tuple(found)
+
+
+def _sibling(leader: Request, index: int) -> Request:
+    """Answer `index` of the same prompt: its own seed, the leader's prompt blocks."""
+    return Request(
+        request_id=f"{leader.request_id}-{index}",
+        prompt_token_ids=leader.prompt_token_ids,
+        params=dataclasses.replace(leader.params, prompt_logprobs=None),
+        max_tokens=leader.max_tokens,
+        arrival=leader.arrival + index,
+        priority=leader.priority,
+        cache_salt=leader.cache_salt,
+        seed=(leader.seed + index) % 2**64,
+        eos_token_ids=leader.eos_token_ids,
+        bad_word_ids=leader.bad_word_ids,
+        leader=leader,
+    )
 
 
 def _token_ids(value: Any) -> list[int]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxinfer.batch import BatchLayout, BatchShape, Carry, DeviceShapes, Features, StepOutput
-from jaxinfer.core import PlanRow, StepPlan, StepResult
+from jaxinfer.batch import BatchLayout, BatchShape, Carry, DeviceShapes, Features, LogprobOutput, StepOutput
+from jaxinfer.core import PlanRow, PromptLogprobs, StepPlan, StepResult
 from jaxinfer.engine import inputs
 from jaxinfer.engine.buckets import BucketLadder
-from jaxinfer.engine.programs import ADMIT_ROWS, FEATURE_ROWS, Key, Programs
+from jaxinfer.engine.programs import ADMIT_ROWS, FEATURE_ROWS, PROMPT_ROWS, Key, Programs
 from jaxinfer.layers import KVCache
 
 
@@ -23,6 +24,8 @@ class InFlight:
 
     plan: StepPlan
     output: StepOutput | None  # None while it is being dispatched
+    prompt_chunks: list[tuple[PlanRow, int, int, LogprobOutput]] = field(default_factory=list)
+    """(row, first position, positions, log-probabilities of that many rows)."""
 
 
 class Runner:
@@ -72,29 +75,45 @@ class Runner:
         shape = self.ladder.fit(plan.num_tokens, len(plan.rows))
         buffer = inputs.pack(plan, self._layout(shape), self.shapes.num_slots)
         step = self.programs.get(self.programs.step_key(shape))
-        self.caches, self.tables, logits, rows = step(self.weights, self.caches, self.tables, self.carry, buffer)
+        arguments = (self.weights, self.caches, self.tables, self.carry, buffer)
+        self.caches, self.tables, logits, rows, hidden = step(*arguments)
         if any(row.request.params.needs_full_sampler for row in plan.rows if row.samples):
             sample = self.programs.get(("full", shape.num_rows))
             self.carry, self.features, output = sample(self.carry, self.features, logits, rows)
         else:
             self.carry, output = self.programs.get(("plain", shape.num_rows))(self.carry, logits, rows)
-        jax.tree.map(lambda array: array.copy_to_host_async(), output)
-        return InFlight(plan, output)
+        chunks = self._score_prompts(plan, hidden)
+        jax.tree.map(lambda array: array.copy_to_host_async(), (output, [chunk[-1] for chunk in chunks]))
+        return InFlight(plan, output, chunks)
+
+    def _score_prompts(self, plan: StepPlan, hidden: jax.Array) -> list[tuple[PlanRow, int, int, LogprobOutput]]:
+        """Log-probabilities of prompt tokens, where they are asked for; position i's output is about token i + 1."""
+        chunks, first = [], 0
+        for row in plan.rows:
+            if row.request.params.prompt_logprobs is not None:
+                stop = min(row.start + row.num_tokens, row.request.num_prompt_tokens - 1)
+                for start in range(row.start, stop, PROMPT_ROWS):
+                    count = min(PROMPT_ROWS, stop - start)
+                    packed = inputs.pack_prompt(row, first + start - row.start, start + 1, count, PROMPT_ROWS)
+                    score = self.programs.get(("prompt", hidden.shape[0]))
+                    chunks.append((row, start + 1, count, score(self.weights, hidden, *packed)))
+            first += row.num_tokens
+        return chunks
 
     def fetch(self, step: InFlight) -> StepResult:
         """Waits for a step's tokens."""
         assert step.output is not None
         tokens = np.asarray(step.output.tokens).tolist()
         rows = step.plan.rows
+        prompts = [
+            PromptLogprobs(row.request, start, _logprob_rows(output, count))
+            for row, start, count, output in step.prompt_chunks
+        ]
         emitted = [self._emitted(row, token) for row, token in zip(rows, tokens, strict=False)]
         wants_logprobs = any(row.samples and row.request.params.logprobs is not None for row in rows)
         if step.output.logprobs is None or not wants_logprobs:
-            return StepResult(emitted)
-        raw = step.output.logprobs
-        sampled, ranks = np.asarray(raw.sampled).tolist(), np.asarray(raw.ranks).tolist()
-        top_ids, top_values = np.asarray(raw.top_ids), np.asarray(raw.top_values)
-        logprobs = [(sampled[n], ranks[n], top_ids[n], top_values[n]) for n in range(len(rows))]
-        return StepResult(emitted, logprobs)
+            return StepResult(emitted, None, prompts)
+        return StepResult(emitted, _logprob_rows(step.output.logprobs, len(rows)), prompts)
 
     @staticmethod
     def _emitted(row: PlanRow, token: int) -> list[int] | None:
@@ -120,11 +139,15 @@ class Runner:
                 buffer = inputs.pack(StepPlan(), self._layout(shape), self.shapes.num_slots)
                 step = self.programs.get(key)
                 arguments = (self.weights, self.caches, self.tables, self.carry, buffer)
-                self.caches, self.tables, logits, rows = step(*arguments)
+                self.caches, self.tables, logits, rows, _ = step(*arguments)
                 self.carry, out = self.programs.get(("plain", num_rows))(self.carry, logits, rows)
                 full = self.programs.get(("full", num_rows))
                 self.carry, self.features, more = full(self.carry, self.features, logits, rows)
                 jax.tree.map(np.asarray, (out, more))
+            case ("prompt", num_tokens):
+                hidden = jax.numpy.zeros((num_tokens, self.programs.hidden_size), self.programs.dtype)
+                ints = np.zeros(PROMPT_ROWS, np.int32)
+                jax.tree.map(np.asarray, self.programs.get(key)(self.weights, hidden, ints, ints))
             case ("admit",):
                 self._admit_rows([])
             case ("features",):
@@ -158,3 +181,10 @@ class Runner:
     def _upload_features(self, rows: list[PlanRow]) -> None:
         packed = inputs.pack_features(rows, self.shapes, FEATURE_ROWS)
         self.features = self.programs.get(("features",))(self.features, packed)
+
+
+def _logprob_rows(output: LogprobOutput, count: int) -> list[Any]:
+    """(logprob, rank, top ids, top values) of the first rows, on the host."""
+    chosen, ranks = np.asarray(output.sampled).tolist(), np.asarray(output.ranks).tolist()
+    top_ids, top_values = np.asarray(output.top_ids), np.asarray(output.top_values)
+    return [(chosen[n], ranks[n], top_ids[n], top_values[n]) for n in range(count)]

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxinfer.loaders.checkpoint import Index
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",

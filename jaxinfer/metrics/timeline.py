@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxinfer.core import RequestMetrics
@@ -45,3 +46,22 @@ class Timeline:
 
     def _since_arrival(self, moment: float | None) -> float | None:
         return None if moment is None else moment - self.arrival
+
+
+def combine(parts: Sequence[RequestMetrics]) -> RequestMetrics:
+    """Times of a request with several answers: the first token of any, the end of the last, the mean TPOT."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def known(name: str) -> list[float]:
+        return [value for part in parts if (value := getattr(part, name)) is not None]
+
+    tpots = known("time_per_output_token")
+    ends = known("e2e_latency")
+    return RequestMetrics(
+        time_to_first_token=min(known("time_to_first_token"), default=None),
+        time_per_output_token=sum(tpots) / len(tpots) if tpots else None,
+        e2e_latency=max(ends) if len(ends) == len(parts) else None,
+        queue_time=min(known("queue_time"), default=None),
+        num_preemptions=sum(part.num_preemptions for part in parts),
+    )

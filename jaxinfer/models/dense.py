@@ -17,6 +17,7 @@ from jaxinfer.layers import (
     GatedMLP,
     KVCache,
     RMSNorm,
+    attention_factor,
     compute_logits,
     inverse_frequencies,
     rotary_angles,
@@ -51,6 +52,7 @@ class DenseModel(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.head = head
+        self.rotary_factor = attention_factor(config.rope)
         self.frequencies = tuple(inverse_frequencies(config.rope, config.head_dim).tolist())
 
     def __call__(
@@ -58,7 +60,8 @@ class DenseModel(nnx.Module):
     ) -> tuple[jax.Array, list[KVCache]]:
         """int32 [T] -> the last layer's normalised output [T, hidden], and every layer's updated cache."""
         x = self.embed(token_ids)
-        cos, sin = rotary_angles(meta.positions, jnp.asarray(self.frequencies, jnp.float32))
+        frequencies = jnp.asarray(self.frequencies, jnp.float32)
+        cos, sin = rotary_angles(meta.positions, frequencies, self.rotary_factor)
         updated = []
         for layer, cache in zip(self.layers, caches, strict=True):
             graph, state = nnx.split(layer)

@@ -128,11 +128,14 @@ def read_rope(reader: ConfigReader, max_position: int) -> RopeConfig:
         "default": (),
         "linear": ("factor",),
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        "yarn": ("factor",),
     }
+    optional = {"yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")}
     if kind not in known:
         raise ValueError(f"RoPE type {kind!r} is not supported; supported are {', '.join(known)}")
     missing = [name for name in known[kind] if name not in settings]
-    unknown = [name for name in settings if name not in known[kind] and settings[name] is not None]
+    allowed = (*known[kind], *optional.get(kind, ()))
+    unknown = [name for name in settings if name not in allowed and settings[name] is not None]
     if missing or (unknown and kind != "default"):
         raise ValueError(f"RoPE type {kind!r}: missing {missing}, unknown {unknown} in {settings}")
     rope = RopeConfig(
@@ -142,11 +145,29 @@ def read_rope(reader: ConfigReader, max_position: int) -> RopeConfig:
         low_freq_factor=float(settings.get("low_freq_factor", 1.0)),
         high_freq_factor=float(settings.get("high_freq_factor", 4.0)),
         original_max_position=int(settings.get("original_max_position_embeddings", max_position)),
+        beta_fast=float(settings.get("beta_fast") or 32.0),
+        beta_slow=float(settings.get("beta_slow") or 1.0),
+        attention_factor=None if settings.get("attention_factor") is None else float(settings["attention_factor"]),
         divisors=tuple(reader.get("rope_divisors", ())),
     )
     if rope.theta <= 0 or rope.factor <= 0:
         raise ValueError(f"RoPE theta and factor must be positive, got {rope.theta} and {rope.factor}")
     return rope
+
+
+def ignore_unused_window(reader: ConfigReader) -> None:
+    """Qwen's files name a `sliding_window` that means nothing while `use_sliding_window` is false.
+
+    Raises:
+      ValueError: `layer_types` with a window in it.
+    """
+    if not reader.get("use_sliding_window", False):
+        reader.allow("sliding_window")
+        kinds = set(reader.get("layer_types", ())) - {"full_attention"}
+        if kinds:
+            raise ValueError(f"config.json has layer_types {sorted(kinds)}; only full_attention is supported")
+    else:
+        raise ValueError("config.json has use_sliding_window=True; only False is supported")
 
 
 def read_dense(reader: ConfigReader, architecture: str, **switches: Any) -> ModelConfig:

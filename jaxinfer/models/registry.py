@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.config import ModelConfig
-from jaxinfer.models import llama, qwen3
+from jaxinfer.models import llama, mistral, qwen2, qwen3
 from jaxinfer.models.dense import DenseModel
 from jaxinfer.models.hf_config import ConfigReader
 from jaxinfer.models.hf_weights import Sources, dense_sources
@@ -29,6 +29,8 @@ FAMILIES = {
     family.architecture: family
     for family in (
         Family(llama.ARCHITECTURE, llama.parse_config),
+        Family(mistral.ARCHITECTURE, mistral.parse_config),
+        Family(qwen2.ARCHITECTURE, qwen2.parse_config),
         Family(qwen3.ARCHITECTURE, qwen3.parse_config),
     )
 }

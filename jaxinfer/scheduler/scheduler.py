@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from jaxinfer.cache import KVCacheManager
+from jaxinfer.cache import KVCacheManager, PrefixHit
 from jaxinfer.core import FinishReason, PlanRow, Request, RequestStatus, StepPlan, StepResult
 from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.queue import make_queue
@@ -146,9 +146,9 @@ class Scheduler:
         for request in self.waiting:
             if draft.budget == 0 or not self._free_slots:
                 break
-            if request.num_in_flight_tokens:
-                continue  # its stale output is still to come
-            hit = self.cache.lookup(request)
+            hit = self._find_hit(request)
+            if hit is None:
+                continue
             num_tokens = self._chunk(draft, request.num_tokens - hit.num_tokens)
             if num_tokens == 0:
                 continue
@@ -158,6 +158,7 @@ class Scheduler:
             admitted.append(request)
             draft.copies.extend(copies)
             request.slot = self._free_slots.pop()
+            request.leader = None
             request.num_computed_tokens = hit.num_tokens
             if request.num_cached_tokens < 0:
                 request.num_cached_tokens = hit.num_tokens
@@ -166,6 +167,21 @@ class Scheduler:
             self.waiting.remove(request)
             self.running[request] = None
             request.status = RequestStatus.RUNNING
+
+    def _find_hit(self, request: Request) -> PrefixHit | None:
+        """What a waiting request can reuse; None while it has to wait for something of its own."""
+        if request.num_in_flight_tokens:
+            return None  # its stale output is still to come
+        leader = request.leader
+        if leader is not None and leader.status is RequestStatus.WAITING:
+            return None
+        if leader is not None and leader.status is RequestStatus.RUNNING:
+            committed = leader.num_computed_tokens - leader.num_in_flight_tokens
+            is_ready = committed >= request.num_prompt_tokens
+            return self.cache.fork(leader, request.num_prompt_tokens) if is_ready else None
+        if request.params.prompt_logprobs is not None:
+            return PrefixHit()  # every position's logits are wanted
+        return self.cache.lookup(request)
 
     def _num_wanted(self, request: Request) -> int:
         """Tokens a request could compute now."""

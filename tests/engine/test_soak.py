@@ -39,7 +39,7 @@ def test_many_tiny_requests_leave_nothing_behind(tmp_path, depth):
                 if rng.random() < 0.05:
                     engine.abort(rng.choice(states))
             assert all(state.is_finished for state in states)
-        assert not engine._states
+        assert not engine._live
         assert not engine._in_flight
         stats = llm.stats()
         assert stats["kv_cache_usage_perc"] == 0.0

@@ -48,26 +48,21 @@ def small_params(head_dim: int, *, num_sms: int) -> mosaic_gpu.Params:
 
 
 def run(spec: Spec, inputs: arg_specs.Inputs, *, num_sms: int = 2, detect_races: bool = True) -> jax.Array:
-    params = small_params(spec.head_dim, num_sms=num_sms)
-
-    @jax.jit
-    def attend(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc):
-        step_plan = mosaic_gpu.plan(
-            seq_lens,
-            query_start_loc,
-            num_tokens=spec.num_tokens,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            window=spec.window,
-            max_query_len=max(spec.query_lens),
-            params=params,
-        )
-        batch = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
-        return mosaic_gpu.paged_attention(*batch, step_plan=step_plan, **options(spec))
-
+    make_plan = partial(
+        mosaic_gpu.plan,
+        num_tokens=spec.num_tokens,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        window=spec.window,
+        max_query_len=max(spec.query_lens),
+        params=small_params(spec.head_dim, num_sms=num_sms),
+    )
+    # A program of its own: beside other work on the CPU's threads the interpreter's callbacks can deadlock.
+    step_plan = jax.block_until_ready(jax.jit(make_plan)(inputs.seq_lens, inputs.query_start_loc))
+    attend = jax.jit(partial(mosaic_gpu.paged_attention, **options(spec)))
     with interpreted(detect_races=detect_races):
-        return jax.block_until_ready(attend(*inputs))
+        return jax.block_until_ready(attend(*inputs, step_plan=step_plan))
 
 
 def options(spec: Spec) -> dict:

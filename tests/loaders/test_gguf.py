@@ -66,6 +66,7 @@ def write(path: Path, architecture: str, golden: dict, kind: gguf.GGMLQuantizati
 
 @pytest.mark.parametrize(("name", "architecture"), [
     ("llama3_gqa", "llama"), ("llama_tied_smollm", "llama"), ("qwen3_gqa", "qwen3"), ("qwen3_tied", "qwen3"),
+    ("qwen2_bias", "qwen2"),
 ])  # fmt: skip
 def test_float_gguf_equals_transformers(tmp_path, name, architecture):
     golden, arrays = read(name)
@@ -94,7 +95,9 @@ def test_quantised_tensors_are_what_the_package_says(tmp_path, kind):
 def test_other_architectures_and_missing_metadata(tmp_path):
     golden, _ = read("qwen3_gqa")
     kind = gguf.GGMLQuantizationType.F32
-    with pytest.raises(ValueError, match="GGUF architecture 'gemma' is not supported; supported are llama, qwen3"):
+    with pytest.raises(
+        ValueError, match="GGUF architecture 'gemma' is not supported; supported are llama, qwen2, qwen3"
+    ):
         open_checkpoint(str(write(tmp_path / "a.gguf", "gemma", golden, kind)))
     write(tmp_path / "b.gguf", "qwen3", golden, kind)
     with pytest.raises(ValueError, match=r"has 2 .gguf files"):

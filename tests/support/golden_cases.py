@@ -27,11 +27,7 @@ def read(name: str) -> tuple[dict, dict[str, np.ndarray]]:
 
 def supported() -> list[str]:
     cases = [path.stem for path in sorted(TINY.glob("*.json"))]
-    return [
-        name
-        for name in cases
-        if read(name)[0]["config"]["architectures"][0] in supported_architectures() and "yarn" not in name
-    ]
+    return [name for name in cases if read(name)[0]["config"]["architectures"][0] in supported_architectures()]
 
 
 def forward(folder: Path, token_ids: list[int], block_size: int = 16, dtype: str = "float32") -> np.ndarray:
