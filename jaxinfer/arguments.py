@@ -36,6 +36,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--memory-utilization", type=float, metavar="X", help="share of device memory to use (0.9)")
     group.add_argument("--no-prefix-caching", action="store_true", help="never reuse equal prefixes")
     group.add_argument("--kernels", choices=KERNELS, default="auto", help="'reference' forces plain jnp")
+    group.add_argument("--policy", choices=("fcfs", "priority"), help="order of waiting prompts (fcfs)")
     group.add_argument("--depth", type=int, metavar="N", help="steps in flight (1)")
 
 
@@ -50,6 +51,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Every field of `SamplingParams`."""
     group = parser.add_argument_group("sampling (defaults: the model's generation config)")
+    group.add_argument("--n", type=int, metavar="N", help="answers a prompt")
     group.add_argument("--max-tokens", type=int, metavar="N", help="output tokens at most (128)")
     group.add_argument("--min-tokens", type=int, metavar="N")
     group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")

