@@ -55,9 +55,9 @@ def converse(
 
 def _answer(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams, template: str | None) -> str:
     """Streams an answer to stdout; what was said until Ctrl-C is the answer."""
-    text = ""
-    stream = llm.stream(llm.render_chat(messages, template), params)
+    text, stream = "", None
     try:
+        stream = llm.stream(llm.render_chat(messages, template), params)
         for output in stream:
             new = output.outputs[0].text
             print(new[len(text) :], end="", flush=True)
@@ -67,6 +67,7 @@ def _answer(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams, te
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     finally:
-        stream.close()
+        if stream is not None:
+            stream.close()
     print(flush=True)
     return text

@@ -1,4 +1,4 @@
-"""Settings of every test: strict promotion, no network, no compile cache, warnings are errors."""
+"""Settings of every test: strict promotion, no network, a compile cache of the run's own, warnings are errors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
+import tempfile
+
 import jax
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Many tests build the same small engines: within one run, each program is compiled once.
+_CACHE = tempfile.TemporaryDirectory(prefix="jaxinfer-tests-")
+jax.config.update("jax_compilation_cache_dir", _CACHE.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture(scope="session")

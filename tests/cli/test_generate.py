@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from tiny_models import write_model
@@ -151,6 +152,35 @@ def test_version_and_help(capsys):
         "--kernels",
     ):
         assert flag in out
+
+
+def test_help_is_what_was_agreed(capsys, monkeypatch):
+    """A snapshot: groups, flags, examples (words only: versions of Python break lines differently)."""
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        generate.main(["--help"])
+    snapshot = Path(__file__).parents[1] / "goldens" / "help.txt"
+    assert capsys.readouterr().out.split() == snapshot.read_text(encoding="utf-8").split()
+
+
+def test_chat_and_several_answers(flags, tmp_path, capsys):
+    more = ["--prompt", "hi", "--max-tokens", "2", "--json"]
+    assert call(flags, *more, "--chat") == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "<bos><user>hi<end>"
+    assert call(flags, *more, "--system", "s") == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "<bos><user>s<end><user>hi<end>"
+    template = tmp_path / "t.jinja"
+    template.write_text("[{{ messages[0]['content'] }}]")
+    assert call(flags, *more, "--chat-template", str(template)) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "[hi]"
+    assert call(flags, *more, "--chat-template", str(tmp_path / "none")) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert call(flags, *more, "--n", "2", "--temperature", "1", "--seed", "1") == 0
+    assert len(json.loads(capsys.readouterr().out)["answers"]) == 2
+    assert call(flags, "--prompt", "hi", "--max-tokens", "2", "--n", "2", "--temperature", "1") == 0
+    assert "[0.1] " in capsys.readouterr().out
+    assert call(flags, *more, "--n", "2") == 2
+    assert "n must be 1 at temperature 0" in capsys.readouterr().err
 
 
 def command(flags) -> list[str]:

@@ -42,7 +42,9 @@ def test_every_mechanism_is_exercised(shape):
     seen = traffic.seen
     assert seen["preempted"] > 5
     assert seen["mixed"] > 5
-    assert (seen["hits"] > 5 and seen["copies"] > 5) == caching
+    assert seen["forks"] > 0
+    assert (seen["hits"] > 0) == caching
+    assert seen["copies"] > 0 or not caching
     assert (seen["stale"] > 0) == (depth > 1)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxinfer.cache import KVCacheManager, PrefixIndex
-from jaxinfer.core import FinishReason, Request, SamplingParams, StepPlan, StepResult
+from jaxinfer.core import FinishReason, PlanRow, Request, RequestStatus, SamplingParams, StepPlan, StepResult
 from jaxinfer.scheduler import Scheduler, SchedulerLimits, resolve_max_tokens
 
 VOCAB = 40
@@ -78,6 +78,7 @@ class Device:
         request, slot = row.request, row.slot
         if row.is_admission:
             self.num_computed[slot] = row.start
+            self.drafts[slot] = []  # what is there is the former owner's
         known = request.token_ids[row.start : row.start + row.num_tokens]
         tokens = known if known else [self.last_token[slot]]
         tokens = tokens + self.drafts[slot][: row.num_tokens - len(tokens)]
@@ -148,7 +149,7 @@ class Traffic:
         self.families = [[self.rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
         self.requests: list[Request] = []
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
-        self.seen = {"preempted": 0, "hits": 0, "copies": 0, "mixed": 0, "stale": 0}
+        self.seen = {"preempted": 0, "hits": 0, "copies": 0, "mixed": 0, "stale": 0, "forks": 0}
 
     def submit(self) -> Request:
         family = self.rng.choice(self.families)
@@ -167,14 +168,35 @@ class Traffic:
             cache_salt=self.rng.choice(["", "", "salt"]),
             eos_token_ids=frozenset({EOS}),
         )
-        self.requests.append(request)
-        self.scheduler.add(request)
+        siblings = [self._sibling(request, number) for number in range(1, self.rng.choice([1, 1, 1, 4]))]
+        for one in [request, *siblings]:
+            self.requests.append(one)
+            self.scheduler.add(one)
         return request
 
+    def _sibling(self, leader: Request, number: int) -> Request:
+        """One of the n answers to the leader's prompt. (This device knows no seeds: all n are the same.)"""
+        return Request(
+            request_id=f"{leader.request_id}-{number}",
+            prompt_token_ids=leader.prompt_token_ids,
+            params=leader.params,
+            max_tokens=self.rng.randrange(1, leader.max_tokens + 1),
+            arrival=leader.arrival + number,
+            priority=leader.priority,
+            cache_salt=leader.cache_salt,
+            eos_token_ids=leader.eos_token_ids,
+            leader=leader,
+        )
+
     def step(self) -> None:
+        forks = {request: request.leader for request in self.scheduler.waiting if request.leader is not None}
         if len(self.in_flight) < self.depth:
             plan = self.scheduler.schedule()
             self._check_plan(plan)
+            for row in plan.rows:
+                is_fork = self._is_fork(row, forks.get(row.request))
+                self.seen["forks"] += is_fork
+                self.seen["hits"] += row.is_admission and row.start > 0 and not is_fork
             if not plan.is_empty:
                 self.in_flight.append((plan, self.device.run(plan)))
                 for row in plan.rows:
@@ -198,12 +220,16 @@ class Traffic:
         assert all((row.num_tokens == 1) == (n < plan.num_decodes) for n, row in enumerate(plan.rows))
         self.seen["preempted"] += plan.num_preempted
         self.seen["copies"] += len(plan.copies)
-        self.seen["hits"] += sum(row.is_admission and row.start > 0 for row in plan.rows)
         self.seen["mixed"] += 0 < plan.num_decodes < len(plan.rows)
+
+    @staticmethod
+    def _is_fork(row: PlanRow, leader: Request | None) -> bool:
+        has_leader = leader is not None and leader.status is RequestStatus.RUNNING
+        return row.is_admission and has_leader and row.start == row.request.num_prompt_tokens - 1 > 0
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            if self.rng.random() < 0.35 and len(self.scheduler.waiting) < 6:
+            if self.rng.random() < 0.35 and len(self.scheduler.waiting) < 8:
                 self.submit()
             if self.rng.random() < self.abort_rate and self.scheduler.has_work:
                 victim = self.rng.choice(list(self.scheduler.live_requests()))
