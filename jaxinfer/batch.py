@@ -31,10 +31,13 @@ def pytree_dataclass[C](cls: type[C]) -> type[C]:
 
 
 class BatchShape(NamedTuple):
-    """A bucket: padded tokens and rows, and the block size, which bounds the table entries of a step."""
+    """A bucket: padded tokens and rows, whether every row has one token, and the block size, which bounds the table
+    entries of a step.
+    """
 
     num_tokens: int  # T
     num_rows: int  # S
+    is_decode: bool
     block_size: int
 
     @property
@@ -145,6 +148,7 @@ class AttentionMetadata:
     block_tables: jax.Array  # int32 [S, M]
     seq_lens: jax.Array  # int32 [S]: this step's tokens included; 0 for padding
     query_start_loc: jax.Array  # int32 [S + 1]
+    plan: Any = None  # what the attention kernel works out once a step
 
 
 @pytree_dataclass

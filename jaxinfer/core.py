@@ -342,7 +342,11 @@ class RequestMetrics:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-@dataclass
+def _shorten(text: str, length: int = 80) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+@dataclass(repr=False)
 class RequestOutput:
     """A request's state at one moment; the last one has `finished` True."""
 
@@ -355,3 +359,9 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    def __repr__(self) -> str:
+        """Short enough for a notebook: texts, not ids."""
+        prompt = f"{len(self.prompt_token_ids)} tokens" if self.prompt is None else repr(_shorten(self.prompt))
+        texts = [f"{_shorten(answer.text)!r} ({answer.finish_reason or 'growing'})" for answer in self.outputs]
+        return f"RequestOutput({self.request_id!r}, prompt {prompt}: {', '.join(texts)})"

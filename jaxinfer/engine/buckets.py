@@ -1,4 +1,4 @@
-"""The ladder of padded shapes. Every (T, S) pair on it is one compiled step; S alone keys the sampler."""
+"""The ladder of padded shapes. Every shape on it is one compiled step; its rows alone key the sampler."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from jaxinfer.batch import BatchShape
 
 @dataclass(frozen=True)
 class BucketLadder:
-    """Token and row buckets, ascending. A step with as many token as row slots is a decode step; longer ones mix.
+    """Row and token buckets, ascending.
 
-    Mixed steps come with few or with all rows only, which keeps the ladder short.
+    A decode step (one token a row) has as many tokens as rows. Others are mixed; they come with few or with all rows
+    only, which keeps the ladder short.
     """
 
     row_buckets: tuple[int, ...]
@@ -21,7 +22,7 @@ class BucketLadder:
 
     @classmethod
     def make(cls, platform: str, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> BucketLadder:
-        """The ladder for a platform: on accelerators nothing below 16 (a GEMM of one row is slower than one of 16)."""
+        """The ladder for a platform: on accelerators nothing below 16, since a GEMM of one row is slower there."""
         if platform == "cpu":
             rows, tokens = [1, 8], [16, 64, 256]
         else:
@@ -29,7 +30,7 @@ class BucketLadder:
             while tokens[-1] < max_num_batched_tokens:
                 tokens.append(2 * tokens[-1])
         rows = [size for size in rows if size < max_num_seqs] + [max_num_seqs]
-        tokens = [size for size in tokens if rows[0] < size < max_num_batched_tokens] + [max_num_batched_tokens]
+        tokens = [size for size in tokens if size < max_num_batched_tokens] + [max_num_batched_tokens]
         return cls(tuple(rows), tuple(tokens), block_size)
 
     def fit(self, num_tokens: int, num_rows: int) -> BatchShape:
@@ -38,7 +39,12 @@ class BucketLadder:
         Raises:
           ValueError: beyond the ladder.
         """
-        fitting = [shape for shape in self.shapes if shape.num_tokens >= num_tokens and shape.num_rows >= num_rows]
+        is_decode = num_tokens == num_rows
+        fitting = [
+            shape
+            for shape in self.shapes
+            if shape.num_tokens >= num_tokens and shape.num_rows >= num_rows and shape.is_decode == is_decode
+        ]
         if not fitting:
             raise ValueError(f"no bucket for {num_tokens} tokens in {num_rows} rows")
         return fitting[-1]
@@ -46,8 +52,8 @@ class BucketLadder:
     @cached_property
     def shapes(self) -> tuple[BatchShape, ...]:
         """Every bucket, the largest first."""
-        pairs = {(size, size) for size in self.row_buckets}
+        kinds = {(size, size, True) for size in self.row_buckets}
         for tokens in self.token_buckets:
-            most = max(size for size in self.row_buckets if size <= tokens)
-            pairs |= {(tokens, self.row_buckets[0]), (tokens, most)}
-        return tuple(BatchShape(tokens, rows, self.block_size) for tokens, rows in sorted(pairs, reverse=True))
+            most = max((size for size in self.row_buckets if size <= tokens), default=tokens)
+            kinds |= {(tokens, min(self.row_buckets[0], tokens), False), (tokens, most, False)}
+        return tuple(BatchShape(*kind, self.block_size) for kind in sorted(kinds, reverse=True))

@@ -20,6 +20,7 @@ from jaxinfer.engine.buckets import BucketLadder
 from jaxinfer.engine.kv_pool import BLOCK_GRID, Device, MemoryAccount, make_caches, size_pool
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.runner import Runner
+from jaxinfer.kernels.paged_attention import choose
 from jaxinfer.loaders import Checkpoint, OrbaxFolder, dummy_weights, fill_weights, open_checkpoint
 from jaxinfer.models import DenseModel, build_model, find_family, parse_config
 from jaxinfer.scheduler import resolve_max_model_len
@@ -37,6 +38,7 @@ class Parts:
     tokenizer: Tokenizer | None
     runner: Runner
     account: MemoryAccount
+    attention: str  # implementation
 
 
 def build(config: EngineConfig) -> Parts:
@@ -51,7 +53,7 @@ def build(config: EngineConfig) -> Parts:
     _enable_compile_cache(config.compile_cache)
     device = jax.devices()[0]
     config = config.resolve(jax.default_backend(), model_config.max_position_embeddings)
-    model = build_model(model_config, config.dtype)
+    model = build_model(model_config, config.dtype, choose_attention(config, model_config, device))
     weights = load_weights(config, checkpoint, model_config, model, device)
     weight_bytes = sum(leaf.nbytes for leaf in weights)
     temporaries = _temporary_bytes(config, model_config, model, device)
@@ -71,7 +73,7 @@ def build(config: EngineConfig) -> Parts:
     config = dataclasses.replace(config, max_model_len=max_model_len, num_blocks=account.num_blocks)
     programs = _programs(config, model_config, model, account.num_blocks, max_model_len)
     runner = Runner(weights, programs, _ladder(config), _cache_maker(config, model_config, account.num_blocks))
-    return Parts(config, model_config, tokenizer, runner, account)
+    return Parts(config, model_config, tokenizer, runner, account, model.attention)
 
 
 def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
@@ -85,6 +87,22 @@ def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | 
         return tokenizer_from_gguf(checkpoint.tokenizer_data)
     folder = Path(checkpoint.path)
     return load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+
+
+def choose_attention(config: EngineConfig, model_config: ModelConfig, device: Device) -> str:
+    """The implementation of paged attention: what the device can run, or the reference if that was asked for."""
+    assert config.block_size is not None
+    if config.kernels == "reference":
+        return "reference"
+    return choose(
+        jax.default_backend(),
+        compute_capability=str(getattr(device, "compute_capability", "")),
+        dtype=jnp.dtype(config.dtype),
+        num_heads=model_config.num_heads,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=config.block_size,
+    )
 
 
 def load_weights(

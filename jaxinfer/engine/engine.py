@@ -41,7 +41,7 @@ class Engine:
     def __init__(self, config: EngineConfig, on_compile: Callable[[int, bool], None] | None = None) -> None:
         parts = build(config)
         self.config, self.model, self.tokenizer = parts.config, parts.model, parts.tokenizer
-        self.account = parts.account
+        self.account, self.attention = parts.account, parts.attention
         self.runner = parts.runner
         self.lock = threading.RLock()
         self._on_compile = on_compile or (lambda count, is_done: None)
@@ -238,8 +238,8 @@ class Engine:
             return []
         if len(requests) == 1:
             length = requests[0].num_tokens
-            chunks = {budget if length > budget else length, length % budget or budget, 1}
-            return list({ladder.fit(chunk, 1) for chunk in chunks if chunk <= max(length, 1)})
+            chunks = {min(budget, length), length % budget or budget, 1}
+            return list({ladder.fit(chunk, 1) for chunk in chunks if chunk <= length})
         rows = min(len(requests), self.config.max_num_seqs)
         tokens = min(budget, sum(request.num_tokens for request in requests))
         widest = ladder.fit(max(tokens, rows), rows)
@@ -275,7 +275,7 @@ class Engine:
             counts.num_blocks = self.config.num_blocks or 0
             counts.block_size = self.config.block_size or 0
             counts.max_model_len = self.config.max_model_len or 0
-            counts.kernels = "reference"
+            counts.kernels = self.attention
             return EngineStats(**vars(counts))
 
 

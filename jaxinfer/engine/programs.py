@@ -1,6 +1,6 @@
 """The engine's pure functions, and their compiled forms.
 
-      step     (weights, caches, tables, carry, buffer) -> (caches, tables, logits, rows, hidden)   keyed by (T, S)
+      step     (weights, caches, tables, carry, buffer) -> (caches, tables, logits, rows, hidden)   keyed by shape
       plain    (carry, logits, rows)                    -> (carry, out)                       keyed by S
       full     (carry, features, logits, rows)          -> (carry, features, out)             keyed by S
       admit    (carry, tables, packed)                  -> (carry, tables)       slots that get a new owner
@@ -146,7 +146,7 @@ class Programs:
     # -- what each program is ---------------------------------------------------------------------
 
     def step_key(self, shape: BatchShape) -> Key:
-        return ("step", shape.num_tokens, shape.num_rows, shape.block_size)
+        return ("step", *shape)
 
     def keys(self, shapes: Iterable[BatchShape]) -> list[Key]:
         """Every program that steps of these shapes need."""
@@ -164,8 +164,8 @@ class Programs:
     def _describe(self, key: Key) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         """(function, donated arguments, abstract arguments) of a key."""
         match key:
-            case ("step", num_tokens, num_rows, block_size):
-                layout = BatchLayout(BatchShape(num_tokens, num_rows, block_size))
+            case ("step", *shape):
+                layout = BatchLayout(BatchShape(*shape))
                 buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
                 return (
                     self._step(layout),
@@ -207,7 +207,7 @@ class Programs:
             tables = tables.at[batch.update_slots, batch.update_columns].set(batch.update_blocks, mode="drop")
             token_ids, meta = derive_inputs(batch, tables, carry, layout.shape.block_size)
             model = self._rebuild(weights)
-            hidden, caches = model(token_ids, meta, caches)
+            hidden, caches = model(token_ids, meta, caches, is_decode=layout.shape.is_decode)
             last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
             return caches, tables, model.logits(hidden[last]), batch.rows, hidden
 

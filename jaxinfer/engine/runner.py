@@ -134,14 +134,14 @@ class Runner:
     def _run_padding(self, key: Key) -> None:
         """Runs a program on rows that change nothing. A step brings its sampler along."""
         match key:
-            case ("step", num_tokens, num_rows, block_size):
-                shape = BatchShape(num_tokens, num_rows, block_size)
+            case ("step", *values):
+                shape = BatchShape(*values)
                 buffer = inputs.pack(StepPlan(), self._layout(shape), self.shapes.num_slots)
                 step = self.programs.get(key)
                 arguments = (self.weights, self.caches, self.tables, self.carry, buffer)
                 self.caches, self.tables, logits, rows, _ = step(*arguments)
-                self.carry, out = self.programs.get(("plain", num_rows))(self.carry, logits, rows)
-                full = self.programs.get(("full", num_rows))
+                self.carry, out = self.programs.get(("plain", shape.num_rows))(self.carry, logits, rows)
+                full = self.programs.get(("full", shape.num_rows))
                 self.carry, self.features, more = full(self.carry, self.features, logits, rows)
                 jax.tree.map(np.asarray, (out, more))
             case ("prompt", num_tokens):

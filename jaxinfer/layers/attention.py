@@ -21,7 +21,7 @@ type KVCache = tuple[jax.Array, jax.Array]
 class Attention(nnx.Module):
     """Grouped-query attention, with QK-norm and QKV bias where the model has them."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, implementation: str) -> None:
         sizes = (config.hidden_size, config.num_kv_heads, config.group_size, config.head_dim)
         self.qkv = QKVProjection(*sizes, dtype=dtype, has_bias=config.has_qkv_bias)
         self.out = AttentionOutput(*sizes, dtype=dtype)
@@ -32,6 +32,7 @@ class Attention(nnx.Module):
             return RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype, axis="head_dim")
 
         self.q_norm, self.k_norm = head_norm(), head_norm()
+        self.implementation = implementation
         self.scale = config.head_dim**-0.5
 
     def __call__(
@@ -45,6 +46,14 @@ class Attention(nnx.Module):
         k_cache, v_cache = kv_update(*cache, k, v, meta.slot_mapping)
         heads = q.reshape(q.shape[0], -1, q.shape[-1])
         attended = paged_attention(
-            heads, k_cache, v_cache, meta.block_tables, meta.seq_lens, meta.query_start_loc, scale=self.scale
+            heads,
+            k_cache,
+            v_cache,
+            meta.block_tables,
+            meta.seq_lens,
+            meta.query_start_loc,
+            scale=self.scale,
+            implementation=self.implementation,
+            step_plan=meta.plan,
         )
         return self.out(attended.reshape(q.shape)), (k_cache, v_cache)

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 from jaxinfer.loaders.checkpoint import Checkpoint
-from jaxinfer.loaders.gguf_file import GGUFFile
 from jaxinfer.loaders.orbax_folder import OrbaxFolder, is_orbax
 from jaxinfer.loaders.safetensors_folder import SafetensorsFolder
 
@@ -47,6 +46,12 @@ def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
         raise ValueError(f"model {model!r} is a file, but not a .gguf file")
     if load_format == "safetensors":
         raise ValueError(f"load_format 'safetensors' needs a folder, got the file {model!r}")
+    return _open_gguf(path)
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    from jaxinfer.loaders.gguf_file import GGUFFile  # here: other formats do not need the gguf package
+
     return GGUFFile(path)
 
 
@@ -83,7 +88,7 @@ def _open_folder(path: Path, load_format: str) -> Checkpoint:
     if load_format == "gguf" or (load_format == "auto" and not (path / "config.json").is_file() and ggufs):
         if len(ggufs) != 1:
             raise ValueError(f"{path} has {len(ggufs)} .gguf files; name one of them")
-        return GGUFFile(ggufs[0])
+        return _open_gguf(ggufs[0])
     if load_format == "orbax" or (load_format == "auto" and is_orbax(path)):
         if not is_orbax(path):
             raise ValueError(f"{path} has no Orbax checkpoint; scripts/convert_checkpoint.py writes one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from flax import nnx
 
 from jaxinfer.batch import AttentionMetadata
 from jaxinfer.config import ModelConfig
+from jaxinfer.kernels.paged_attention import plan
 from jaxinfer.layers import (
     Attention,
     Embedding,
@@ -27,9 +29,9 @@ from jaxinfer.layers import (
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, implementation: str) -> None:
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.attention = Attention(config, dtype=dtype)
+        self.attention = Attention(config, dtype=dtype, implementation=implementation)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype)
 
@@ -44,21 +46,35 @@ class DecoderLayer(nnx.Module):
 
 
 class DenseModel(nnx.Module):
-    """Embedding, layers, final norm and head. Build it under `nnx.eval_shape`: loaders fill the parameters."""
+    """Embedding, layers, final norm and head. Build it under `nnx.eval_shape`: loaders fill the parameters.
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
+    Args:
+      config: dimensions.
+      dtype: of parameters and activations.
+      attention: implementation of `paged_attention`.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, attention: str = "reference") -> None:
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nnx.List([DecoderLayer(config, dtype=dtype) for _ in range(config.num_layers)])
+        self.layers = nnx.List(
+            [DecoderLayer(config, dtype=dtype, implementation=attention) for _ in range(config.num_layers)]
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.head = head
+        self.attention = attention
+        self.attention_sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
         self.rotary_factor = attention_factor(config.rope)
         self.frequencies = tuple(inverse_frequencies(config.rope, config.head_dim).tolist())
 
     def __call__(
-        self, token_ids: jax.Array, meta: AttentionMetadata, caches: list[KVCache]
+        self, token_ids: jax.Array, meta: AttentionMetadata, caches: list[KVCache], *, is_decode: bool = False
     ) -> tuple[jax.Array, list[KVCache]]:
-        """int32 [T] -> the last layer's normalised output [T, hidden], and every layer's updated cache."""
+        """int32 [T] -> the last layer's normalised output [T, hidden], and every layer's updated cache.
+
+        `is_decode` promises that no row has more than one token.
+        """
+        meta = self._with_plan(meta, token_ids.shape[0], is_decode=is_decode)
         x = self.embed(token_ids)
         frequencies = jnp.asarray(self.frequencies, jnp.float32)
         cos, sin = rotary_angles(meta.positions, frequencies, self.rotary_factor)
@@ -69,6 +85,20 @@ class DenseModel(nnx.Module):
             x, cache = _run_layer((graph, tree), leaves, x, cos, sin, meta, cache)
             updated.append(cache)
         return self.norm(x), updated
+
+    def _with_plan(self, meta: AttentionMetadata, num_tokens: int, *, is_decode: bool) -> AttentionMetadata:
+        num_heads, num_kv_heads, head_dim = self.attention_sizes
+        made = plan(
+            self.attention,
+            meta.seq_lens,
+            meta.query_start_loc,
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            is_decode=is_decode,
+        )
+        return dataclasses.replace(meta, plan=made)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[S, hidden] -> float32 [S, vocab]."""

@@ -76,6 +76,6 @@ def parse_config(
     return replace(parsed, eos_token_ids=ids, generation_defaults=generation)
 
 
-def build_model(config: ModelConfig, dtype: str) -> DenseModel:
-    """The abstract model: shapes and axes, no arrays."""
-    return nnx.eval_shape(lambda: DenseModel(config, dtype=jnp.dtype(dtype)))
+def build_model(config: ModelConfig, dtype: str, attention: str = "reference") -> DenseModel:
+    """The abstract model: shapes and axes, no arrays. `attention` names the kernel's implementation."""
+    return nnx.eval_shape(lambda: DenseModel(config, dtype=jnp.dtype(dtype), attention=attention))

@@ -1,5 +1,5 @@
 """Attention of packed rows over a paged KV cache."""
 
-from jaxinfer.kernels.paged_attention.api import paged_attention
+from jaxinfer.kernels.paged_attention.api import choose, paged_attention, plan
 
-__all__ = ["paged_attention"]
+__all__ = ["choose", "paged_attention", "plan"]

@@ -3,12 +3,76 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxinfer.kernels.paged_attention import reference
 
-IMPLEMENTATIONS = {"reference": reference.paged_attention}
+IMPLEMENTATIONS = ("mosaic_gpu", "reference")
+
+
+def choose(
+    platform: str,
+    *,
+    compute_capability: str,
+    dtype: jnp.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+) -> str:
+    """The fastest implementation for layers of this kind: Hopper's kernels where they can, else the reference.
+
+    Args:
+      platform: "cpu", "gpu" or "tpu".
+      compute_capability: of the GPU, such as "9.0".
+      dtype: of q and of the cache.
+    """
+    if platform == "gpu" and compute_capability == "9.0":
+        from jaxinfer.kernels.paged_attention import mosaic_gpu
+
+        q = jax.ShapeDtypeStruct((1, num_heads, head_dim), dtype)
+        page = jax.ShapeDtypeStruct((1, num_kv_heads, block_size, head_dim), dtype)
+        try:
+            mosaic_gpu.check_supported(q, page)  # pyright: ignore[reportArgumentType]
+        except NotImplementedError:
+            return "reference"
+        return "mosaic_gpu"
+    return "reference"
+
+
+def plan(
+    implementation: str,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    *,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    is_decode: bool = False,
+) -> Any:
+    """What an implementation works out once a step for all layers, to be passed as `step_plan`; None for the reference.
+
+    Args:
+      num_tokens: T.
+      is_decode: every row has exactly one token, or none.
+    """
+    if implementation != "mosaic_gpu":
+        return None
+    from jaxinfer.kernels.paged_attention import mosaic_gpu
+
+    return mosaic_gpu.plan(
+        seq_lens,
+        query_start_loc,
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_query_len=1 if is_decode else None,
+    )
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "softcap", "implementation"))
@@ -27,6 +91,7 @@ def paged_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     implementation: str = "reference",
+    step_plan: Any = None,
 ) -> jax.Array:
     """Causal attention of a packed, mixed batch. The drawing shows a row whose 3 new tokens follow 4 cached ones:
 
@@ -46,7 +111,8 @@ def paged_attention(
       softcap: scores become softcap * tanh(score / softcap).
       sinks: [heads]: a logit per head that takes part in the softmax and has no value.
       k_scale: float32 scalar that multiplies a quantised K; `v_scale` alike.
-      implementation: a key of `IMPLEMENTATIONS`.
+      implementation: one of `IMPLEMENTATIONS`.
+      step_plan: what `plan` made of this step, or None.
 
     Returns:
       [T, heads, head_dim] in q's dtype; zeros for padding tokens.
@@ -63,9 +129,13 @@ def paged_attention(
         raise ValueError(
             f"block_tables has {num_rows} rows, seq_lens {seq_lens.shape}, query_start_loc {query_start_loc.shape}"
         )
-    if implementation not in IMPLEMENTATIONS:
-        raise NotImplementedError(f"paged_attention has no implementation {implementation!r}")
-    return IMPLEMENTATIONS[implementation](
-        q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
-        scale=scale, window=window, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    options |= {"k_scale": k_scale, "v_scale": v_scale}
+    arguments = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
+    if implementation == "mosaic_gpu":
+        from jaxinfer.kernels.paged_attention import mosaic_gpu
+
+        return mosaic_gpu.paged_attention(*arguments, **options, step_plan=step_plan)
+    if implementation == "reference":
+        return reference.paged_attention(*arguments, **options)
+    raise NotImplementedError(f"paged_attention has no implementation {implementation!r}")

@@ -259,3 +259,7 @@ def test_the_tokenizer_for_others(llm):
 def test_reprs_are_short(llm):
     assert len(repr(llm)) < 200
     assert "LlamaForCausalLM" in repr(llm)
+    output = llm.generate([prompt(300)], sampled(n=2, seed=1))[0]
+    assert len(repr(output)) < 400
+    assert "prompt 300 tokens" in repr(output)
+    assert "'hello'" in repr(llm.generate("hello", sampled())[0])

@@ -35,6 +35,7 @@ COLD_SPILLS = {"paged_decode": 0, "paged_prefill": 48}
         {"block_size": 16, "window": 1000, "softcap": 30.0},
         {"block_size": 256, "num_heads": 8, "dtype": jnp.float16},
         {"num_heads": 24},
+        {"num_heads": 32, "num_kv_heads": 1},
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from attention_oracle import Case, attend, make_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.kernels.paged_attention import paged_attention
+from jaxinfer.kernels.paged_attention import choose, paged_attention
 
 MIXED = [(40, 1), (0, 1), (129, 1), (0, 17), (33, 40), (15, 1), (16, 16)]
 
@@ -110,3 +110,13 @@ def test_misfits_are_refused():
         run(dataclasses.replace(case, seq_lens=case.seq_lens[:-1]), scale=1.0)
     with pytest.raises(NotImplementedError, match="'nothing'"):
         run(case, scale=1.0, implementation="nothing")
+
+
+def test_who_serves_what():
+    """Hopper's kernels where they can, the reference everywhere else."""
+    kind = {"dtype": jnp.dtype(jnp.bfloat16), "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "block_size": 64}
+    assert choose("gpu", compute_capability="9.0", **kind) == "mosaic_gpu"
+    for platform, capability in (("gpu", "8.0"), ("gpu", "10.0"), ("cpu", ""), ("tpu", "")):
+        assert choose(platform, compute_capability=capability, **kind) == "reference"
+    for change in ({"head_dim": 80}, {"dtype": jnp.dtype(jnp.float32)}, {"block_size": 48}, {"num_heads": 512}):
+        assert choose("gpu", compute_capability="9.0", **{**kind, **change}) == "reference"

@@ -1,0 +1,170 @@
+"""Paged attention for Hopper GPUs: a decode kernel, a prefill kernel, and what they need planned once a step.
+
+    plan(seq_lens, query_start_loc, ...)      a few small XLA operations, once a step for each kind of layer
+        |                    |
+    decode rows          prefill rows         every layer: one launch each; the second writes into the output
+    mosaic_gpu_decode    mosaic_gpu_prefill   of the first, so a mixed batch costs no copy
+
+Decode rows are the leading rows with exactly one query token; row s of them is token s.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.kernels.paged_attention.mosaic_gpu_decode import (
+    DecodeParams,
+    DecodePlan,
+    decode_attention,
+    plan_decode,
+)
+from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill import (
+    PrefillParams,
+    PrefillPlan,
+    plan_prefill,
+    prefill_attention,
+)
+
+DEFAULT_DEVICE = "NVIDIA H200"
+HEAD_DIMS = (64, 128, 192)
+MAX_GROUP = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """Tuning of both kernels for one head_dim."""
+
+    decode: DecodeParams
+    prefill: PrefillParams
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["decode", "prefill"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The work lists of one step; `prefill` is None if no row has more than one query token."""
+
+    decode: DecodePlan
+    prefill: PrefillPlan | None
+
+
+@functools.cache
+def tuned_params(head_dim: int, device_kind: str = DEFAULT_DEVICE) -> Params:
+    """Tuned parameters from `tuned/`; those of an H200 for a device without a file.
+
+    Raises:
+      NotImplementedError: no kernel for this head_dim.
+    """
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"head_dim {head_dim} is not one of {HEAD_DIMS}")
+    folder = pathlib.Path(__file__).parent / "tuned"
+    path = folder / f"{device_kind.lower().replace(' ', '_')}.json"
+    if not path.exists():
+        path = folder / f"{DEFAULT_DEVICE.lower().replace(' ', '_')}.json"
+    entry = json.loads(path.read_text())[str(head_dim)]
+    return Params(DecodeParams(**entry["decode"]), PrefillParams(**entry["prefill"]))
+
+
+def plan(
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    *,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    window: int | None = None,
+    max_query_len: int | None = None,
+    params: Params | None = None,
+) -> Plan:
+    """The work lists of a step, for every layer with these heads and this window.
+
+    Args:
+      seq_lens: int32 [S].
+      query_start_loc: int32 [S + 1].
+      num_tokens: T, the length of the padded batch.
+      num_heads, num_kv_heads, head_dim, window: of the layers.
+      max_query_len: a bound on a row's query tokens; 1 promises decode rows alone, which saves a launch a layer.
+      params: tuning; by default that of the head_dim on an H200.
+    """
+    params = params or tuned_params(head_dim)
+    prefill = None
+    if max_query_len != 1:
+        prefill = plan_prefill(
+            seq_lens,
+            query_start_loc,
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            window=window,
+            params=params.prefill,
+        )
+    decode = plan_decode(seq_lens, query_start_loc, num_kv_heads=num_kv_heads, window=window, params=params.decode)
+    return Plan(decode, prefill)
+
+
+def check_supported(
+    q: jax.Array,
+    k_cache: jax.Array,
+    *,
+    scale: float = 1.0,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> None:
+    """Raise NotImplementedError, with the values, for what the kernels cannot do."""
+    _, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = k_cache.shape
+    params = tuned_params(head_dim)
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or k_cache.dtype != q.dtype:
+        raise NotImplementedError(f"q {q.dtype} with a cache of {k_cache.dtype}: both must be bf16 or both f16")
+    if k_scale is not None or v_scale is not None:
+        raise NotImplementedError("k_scale and v_scale")
+    if num_heads // num_kv_heads > MAX_GROUP:
+        raise NotImplementedError(f"{num_heads} heads on {num_kv_heads} KV heads: more than {MAX_GROUP} a group")
+    for block_kv in (params.decode.block_kv, params.prefill.block_kv):
+        if block_size % 16 or max(block_kv, block_size) % min(block_kv, block_size):
+            raise NotImplementedError(f"block_size {block_size} with tiles of {block_kv} tokens")
+    if not (scale > 0 and math.isfinite(scale)):
+        raise NotImplementedError(f"scale {scale}")
+
+
+def paged_attention(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    step_plan: Plan | None = None,
+) -> jax.Array:
+    """See `api.paged_attention`. `step_plan` is what `plan` made of this step for layers of this `window`."""
+    check_supported(q, k_cache, scale=scale, k_scale=k_scale, v_scale=v_scale)
+    num_tokens, num_heads, head_dim = q.shape
+    if step_plan is None:
+        step_plan = plan(
+            seq_lens,
+            query_start_loc,
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            num_kv_heads=k_cache.shape[1],
+            head_dim=head_dim,
+            window=window,
+        )
+    if step_plan.decode.window != window:
+        raise ValueError(f"a plan for window {step_plan.decode.window} in a layer of window {window}")
+    options = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    out = decode_attention(q, k_cache, v_cache, block_tables, step_plan.decode, **options)
+    if step_plan.prefill is None:
+        return out
+    return prefill_attention(q, k_cache, v_cache, block_tables, step_plan.prefill, out, **options)

@@ -1,0 +1,46 @@
+"""What the Hopper decode and prefill kernels share."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+NEG_INF = -1e30  # finite: -inf - -inf is NaN
+LOG2E = math.log2(math.e)
+TILE_ROWS = 8  # rows of one swizzle tile, which a TMA copy may not split
+
+
+def leading_decode_rows(seq_lens: jax.Array, query_start_loc: jax.Array) -> jax.Array:
+    """bool [S]: rows before the first that has not exactly one token; row s of these is token s."""
+    return jnp.cumprod((jnp.diff(query_start_loc) == 1) & (seq_lens > 0)) == 1
+
+
+def swizzled_smem(shape: tuple[int, ...], dtype: Any) -> pl.MemoryRef:
+    """Shared memory in the layout of wgmma operands."""
+    swizzle = plgpu.find_swizzle(shape[-1] * jnp.dtype(dtype).itemsize * 8)
+    tiling = plgpu.TilingTransform((TILE_ROWS, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+
+def zero_rows_outside(ref: Any, low: jax.Array | int, high: jax.Array | int) -> None:
+    """Zero the rows of a swizzled [rows, columns] tile in shared memory that are not in [low, high).
+
+    Works on squares of 64, since the whole tile would not fit beside an accumulator in registers.
+    """
+    rows, columns = ref.shape
+    width = min(64, columns)
+    for row in range(0, rows, 64):
+        index = plgpu.broadcasted_iota(jnp.int32, (64, width), 0, layout=plgpu.Layout.WGMMA) + row
+        for column in range(0, columns, width):
+            part = ref.at[pl.ds(row, 64), pl.ds(column, width)]
+            value = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+            part[...] = jnp.where((index < high) & (index >= low), value, jnp.zeros_like(value))
+
+
+def pad_rows(x: jax.Array, *, multiple: int, minimum: int = 0) -> jax.Array:
+    """`x` with zero rows added up to `minimum` and to a multiple of `multiple`: what TMA tiles ask for."""
+    rows = max(-(-x.shape[0] // multiple) * multiple, minimum)
+    return x if rows == x.shape[0] else jnp.pad(x, ((0, rows - x.shape[0]), *((0, 0),) * (x.ndim - 1)))

@@ -1,0 +1,553 @@
+"""Paged prefill attention for Hopper: many query tokens a row, causal, over cached and new keys alike.
+
+One CTA an SM runs through a list of items, longest first. An item is a tile of query tokens of one row and
+two query heads that share a KV head, one a consumer warpgroup (or twice the tokens and one head, if the group
+is odd), so that both warpgroups read the same K and V tiles and need the same number of them:
+
+    producer     item i: Q K0 V0 K1 V1 K2 V2 ..., then item i + 1 without a pause
+    consumer 0   S0 = Q K0' | softmax 0        | O += P0 V0, S1 = Q K1' | softmax 1              | ...
+    consumer 1              | S0 = Q K0'       | softmax 0              | O += P0 V0, S1 = Q K1' | ...
+
+The barriers `turn` make one consumer issue its products while the other does its softmax (the ping-pong of
+FlashAttention 3, arXiv 2407.08608), so the matrix units always have a product to work on.
+
+Items are dealt to CTAs back and forth (0 1 2 2 1 0 0 1 2 ...) in order of falling cost, which evens out the
+triangle:
+
+    keys     0 . . . .          cost 1   tile 0   x
+    queries  . . . . .          cost 2   tile 1   x x
+                                cost 3   tile 2   x x x
+
+A TMA copy into swizzled memory cannot begin inside a swizzle tile of 8 rows, and drops what it would have to shift.
+Query tiles therefore begin at multiples of 8 tokens of the packed batch, and the first tile of a row may hold up to
+7 tokens of the row before it, which are computed in vain and not stored.
+
+The bound is the matrix units: 4 * head_dim * (query, key) pairs under the mask, over their rate.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxinfer.kernels.paged_attention.mosaic_gpu_common import (
+    LOG2E,
+    NEG_INF,
+    TILE_ROWS,
+    leading_decode_rows,
+    pad_rows,
+    swizzled_smem,
+    zero_rows_outside,
+)
+
+CONSUMERS = 2
+ROWS = 64  # query rows of a consumer: the M of a wgmma
+# Where running maxima begin: far over a masked score, whose probability is then 0 in a row that saw none but such
+# (from NEG_INF on it would be exp2 of the rounding error of 1e30), and far under any other.
+MAX_FLOOR = -1e20
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillParams:
+    """Tuning of the prefill kernel.
+
+    block_kv: keys a step, a multiple of 64. num_stages: K and V tiles in flight. take_turns: whether
+    consumers alternate between products and softmax. num_sms: SMs of the device. accumulate_in_smem: for the
+    interpreter, which knows neither a wgmma operand in registers nor stores to accumulators.
+    """
+
+    block_kv: int = 128
+    num_stages: int = 2
+    take_turns: bool = True
+    num_sms: int = 132
+    accumulate_in_smem: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_kv % 64 or self.block_kv <= 0:
+            raise ValueError(f"block_kv must be a positive multiple of 64, got {self.block_kv}")
+        if self.num_stages < 2:
+            raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tiles", "num_tiles"],
+    meta_fields=["params", "num_kv_heads", "group", "window"],
+)
+@dataclasses.dataclass(frozen=True)
+class PrefillPlan:
+    """The query tiles of a step's prefill rows, costliest first; computed once a step, shared by the layers.
+
+    tiles[max_tiles, 6]   row, first token (in the batch), the range [low, high) of the tile's rows that are this
+                          row's tokens, position of the first token, seq_len
+    num_tiles[1]
+    """
+
+    tiles: jax.Array
+    num_tiles: jax.Array
+    params: PrefillParams
+    num_kv_heads: int
+    group: int
+    window: int | None
+
+
+def heads_per_item(group: int) -> int:
+    return CONSUMERS if group % CONSUMERS == 0 else 1
+
+
+def plan_prefill(
+    seq_lens: jax.Array,  # [S] int32
+    query_start_loc: jax.Array,  # [S + 1] int32
+    *,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None = None,
+    params: PrefillParams = PrefillParams(),
+) -> PrefillPlan:
+    """Cut the rows after the decode rows into query tiles and sort these by their number of keys."""
+    group = num_heads // num_kv_heads
+    tile_tokens = ROWS * CONSUMERS // heads_per_item(group)
+    num_new = jnp.where(leading_decode_rows(seq_lens, query_start_loc), 0, jnp.diff(query_start_loc))
+    start = query_start_loc[:-1]
+    lead = start % TILE_ROWS  # tokens of the row before that share its first swizzle tile
+    num_tiles = jnp.where(num_new > 0, pl.cdiv(num_new + lead, tile_tokens), 0)
+    tiles_end = jnp.cumsum(num_tiles)
+    num_rows = seq_lens.shape[0]
+    max_tiles = pl.cdiv(num_tokens, tile_tokens) + num_rows + pl.cdiv(num_rows, 8)
+
+    index = jnp.arange(max_tiles, dtype=jnp.int32)
+    row = jnp.sum(tiles_end[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
+    row = jnp.minimum(row, num_rows - 1)
+    offset = (index - tiles_end[row] + num_tiles[row]) * tile_tokens - lead[row]
+    low, high = jnp.maximum(-offset, 0), jnp.clip(num_new[row] - offset, 0, tile_tokens)
+    position = seq_lens[row] - num_new[row] + offset
+    num_keys = position + high
+    if window is not None:
+        num_keys = jnp.minimum(num_keys, window + high - low)
+    order = jnp.argsort(jnp.where(index < tiles_end[-1], -num_keys, 1))
+    tiles = jnp.stack([row, start[row] + offset, low, high, position, seq_lens[row]], axis=1)
+    return PrefillPlan(
+        tiles=tiles[order].astype(jnp.int32),
+        num_tiles=tiles_end[-1:].astype(jnp.int32),
+        params=params,
+        num_kv_heads=num_kv_heads,
+        group=group,
+        window=window,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """A query tile and its heads; every field is an int32 scalar."""
+
+    row: jax.Array
+    token: jax.Array  # of the tile's first row, in the batch; a multiple of TILE_ROWS
+    low: jax.Array  # the tile's rows [low, high) are tokens of this row of the batch
+    high: jax.Array
+    position: jax.Array  # of the tile's first row; negative if that is another row's token
+    seq_len: jax.Array
+    head: jax.Array  # first query head
+    first_step: jax.Array  # K/V tiles [first_step, end_step) of the row
+    end_step: jax.Array
+
+    def part(self, consumer: jax.Array | int, per_item: int) -> tuple[jax.Array, jax.Array]:
+        """A consumer's head, and its offset into the tile."""
+        if per_item == CONSUMERS:
+            return self.head + consumer, consumer * 0
+        return self.head, consumer * ROWS
+
+
+@dataclasses.dataclass(frozen=True)
+class _Items:
+    """The items of this CTA."""
+
+    tiles_ref: Any
+    num_tiles_ref: Any
+    heads: int
+    per_item: int  # heads
+    block_kv: int
+    window: int | None
+
+    @property
+    def total(self) -> jax.Array:
+        return self.num_tiles_ref[0] * (self.heads // self.per_item)
+
+    def read(self, i: jax.Array) -> _Item:
+        """The CTA's item i."""
+        index = self._index(i)
+        tile, pair = index // (self.heads // self.per_item), lax.rem(index, self.heads // self.per_item)
+        row, token, low, high, position, seq_len = (self.tiles_ref[tile, k] for k in range(6))
+        first_key = 0 if self.window is None else jnp.maximum(position + low - self.window + 1, 0)
+        first_step, end_step = first_key // self.block_kv, pl.cdiv(position + high, self.block_kv)
+        return _Item(row, token, low, high, position, seq_len, pair * self.per_item, first_step, end_step)
+
+    def _index(self, i: jax.Array) -> jax.Array:
+        cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
+        return i * num_ctas + jnp.where(lax.rem(i, 2) == 0, cta, num_ctas - 1 - cta)
+
+    def for_each(self, body: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+        """`steps_done = body(i, steps_done)` for every item; returns the number of K/V steps done."""
+
+        rounds = self.total // lax.axis_size("cta")
+        count = rounds + (self._index(rounds) < self.total).astype(jnp.int32)
+        return lax.fori_loop(0, count, body, jnp.int32(0))
+
+
+class _RegisterAccumulator:
+    """O in the accumulator registers of wgmma; `add` only issues the product, the others await it."""
+
+    def __init__(self, ref: Any):
+        self._ref = ref
+
+    def add(self, p: jax.Array, v_smem: Any) -> None:
+        plgpu.wgmma(self._ref, p, v_smem)
+
+    def scale(self, factor: jax.Array) -> None:
+        acc = self._ref[...]
+        self._ref[...] = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
+
+    def read(self) -> jax.Array:
+        return self._ref[...]
+
+
+class _SharedAccumulator:
+    """O and P in shared memory: the same results from what the interpreter knows."""
+
+    def __init__(self, acc_smem: Any, p_smem: Any):
+        self._acc, self._p = acc_smem, p_smem
+        self._acc[...] = jnp.zeros(acc_smem.shape, jnp.float32)
+
+    def add(self, p: jax.Array, v_smem: Any) -> None:
+        self._p[...] = p
+        plgpu.commit_smem()
+
+        def product(ref):
+            plgpu.wgmma(ref, self._p, v_smem)
+            return ref[...]
+
+        self._acc[...] = self._acc[...] + pl.run_scoped(product, plgpu.ACC(self._acc.shape, jnp.float32))
+
+    def scale(self, factor: jax.Array) -> None:
+        self._acc[...] = self._acc[...] * lax.broadcast_in_dim(factor, self._acc.shape, [0])
+
+    def read(self) -> jax.Array:
+        return self._acc[...]
+
+
+def _prefill_kernel(
+    q_ref,  # [T, H, D]
+    k_ref,  # [N, KVH, BS, D]
+    v_ref,  # [N, KVH, BS, D]
+    block_tables_ref,  # [S, M]
+    tiles_ref,  # [max_tiles, 6]
+    num_tiles_ref,  # [1]
+    *refs,  # sinks [H] where there are any; then out [T, H, D]
+    group: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    params: PrefillParams,
+):
+    *sinks_ref, out_ref = refs
+    _, num_heads, head_dim = q_ref.shape
+    block_size = k_ref.shape[2]
+    block_kv, stages = params.block_kv, params.num_stages
+    per_item = heads_per_item(group)
+    copy_tokens = min(block_size, block_kv)
+    num_copies = block_kv // copy_tokens
+    items = _Items(tiles_ref, num_tiles_ref, num_heads, per_item, block_kv, window)
+    in_smem = params.accumulate_in_smem
+
+    @functools.partial(
+        pl.run_scoped,
+        q_smem=swizzled_smem((CONSUMERS, ROWS, head_dim), q_ref.dtype),
+        k_smem=swizzled_smem((stages, block_kv, head_dim), k_ref.dtype),
+        v_smem=swizzled_smem((stages, block_kv, head_dim), v_ref.dtype),
+        o_smem=tuple(  # the same memory in two layouts
+            plgpu.RefUnion(swizzled_smem((ROWS, head_dim), out_ref.dtype), plgpu.SMEM((ROWS, head_dim), out_ref.dtype))
+            for _ in range(CONSUMERS)
+        ),
+        p_smem=swizzled_smem((CONSUMERS, ROWS, block_kv), v_ref.dtype) if in_smem else None,
+        acc_smem=plgpu.SMEM((CONSUMERS, ROWS, head_dim), jnp.float32) if in_smem else None,
+        q_ready=plgpu.Barrier(num_arrivals=CONSUMERS),
+        k_ready=plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
+        v_ready=plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
+        q_free=plgpu.Barrier(num_arrivals=CONSUMERS),
+        k_free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+        v_free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+        v_clean=plgpu.Barrier(),
+        turn=plgpu.Barrier(num_barriers=CONSUMERS),
+        collective_axes="wg",
+    )
+    def _scope(
+        q_smem, k_smem, v_smem, o_smem, p_smem, acc_smem,
+        q_ready, k_ready, v_ready, q_free, k_free, v_free, v_clean, turn,
+    ):  # fmt: skip
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == CONSUMERS)
+        def _producer():
+            plgpu.set_max_registers(40, action="decrease")
+
+            def page_ids(item, step):
+                """Block ids of a step's copies; past the row's end its last real block again."""
+                last = (item.seq_len - 1) // block_size
+                blocks = [(step * block_kv + i * copy_tokens) // block_size for i in range(num_copies)]
+                return tuple(block_tables_ref[item.row, jnp.minimum(b, last)] for b in blocks)
+
+            def load_item(i, done):
+                item = items.read(i)
+
+                @pl.when(done > 0)
+                def _():
+                    plgpu.barrier_wait(q_free)
+
+                for consumer in range(CONSUMERS):
+                    head, offset = item.part(consumer, per_item)
+                    plgpu.copy_gmem_to_smem(
+                        q_ref.at[pl.ds(item.token + offset, ROWS), head], q_smem.at[consumer], q_ready
+                    )
+
+                def load_step(step, carry):
+                    done, pages = carry
+                    slot = lax.rem(done, stages)
+                    next_pages = page_ids(item, jnp.minimum(step + 1, item.end_step - 1))
+                    offset = lax.rem(step * block_kv, block_size) if block_size > block_kv else 0
+                    for source, smem, ready, free in (
+                        (k_ref, k_smem, k_ready, k_free),
+                        (v_ref, v_smem, v_ready, v_free),
+                    ):
+
+                        @pl.when(done >= stages)
+                        def _(free=free):
+                            plgpu.barrier_wait(free.at[slot])
+
+                        for c, page in enumerate(pages):
+                            plgpu.copy_gmem_to_smem(
+                                source.at[page, item.head // group, pl.ds(offset, copy_tokens)],
+                                smem.at[slot, pl.ds(c * copy_tokens, copy_tokens)],
+                                ready.at[slot],
+                            )
+                    return done + 1, next_pages
+
+                init = (done, page_ids(item, item.first_step))
+                return lax.fori_loop(item.first_step, item.end_step, load_step, init)[0]
+
+            total = items.for_each(load_item)
+
+            def drain(i, _):
+                plgpu.barrier_wait(k_free.at[lax.rem(i, stages)])
+                plgpu.barrier_wait(v_free.at[lax.rem(i, stages)])
+
+            lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
+            pl.when(total > 0)(lambda: plgpu.barrier_wait(q_free))
+
+        @pl.when(wg < CONSUMERS)
+        def _consumer():
+            plgpu.set_max_registers(232, action="increase")
+            row_layout = plgpu.Layout.WGMMA.reduce(1)
+            scores_shape, out_shape = (ROWS, block_kv), (ROWS, head_dim)
+            to_log2 = LOG2E * (scale if softcap is None else 1)
+
+            def iota(shape, axis):
+                return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+            def per_row(x, shape):
+                return lax.broadcast_in_dim(x, shape, [0])
+
+            def take_turn():
+                if params.take_turns:
+                    plgpu.barrier_wait(turn.at[wg])
+
+            def pass_turn():
+                if params.take_turns:
+                    plgpu.barrier_arrive(turn.at[1 - wg])
+
+            def wait_for_values(item, step, slot):
+                plgpu.barrier_wait(v_ready.at[slot])
+                high = item.seq_len - step * block_kv
+                low = 0 if window is None else item.position + item.low - window + 1 - step * block_kv
+
+                @pl.when((high < block_kv) | (low > 0))
+                def _zero_unused_values():  # 0 * NaN is NaN, so a probability of 0 is not enough
+                    @pl.when(wg == 0)
+                    def _():
+                        zero_rows_outside(v_smem.at[slot], low, high)
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(v_clean)
+
+                    plgpu.barrier_wait(v_clean)
+
+            def softmax(s, m, total, position, step, masked):
+                """Probabilities of a step, and the factor by which earlier results shrink."""
+                if softcap is not None:
+                    s = jnp.tanh(s * (scale / softcap)) * softcap
+                if masked:
+                    distance = position - step * block_kv + iota(scores_shape, 0) - iota(scores_shape, 1)
+                    seen = distance >= 0
+                    if window is not None:
+                        seen &= distance < window
+                    s = jnp.where(seen, s, NEG_INF)
+                m_new = jnp.maximum(m, s.max(axis=1) * to_log2)
+                alpha = jnp.exp2(m - m_new)
+                p = jnp.exp2(s * to_log2 - per_row(m_new, scores_shape))
+                return p.astype(v_smem.dtype), m_new, total * alpha + p.sum(axis=1), alpha
+
+            def attend(i, done, acc):
+                item = items.read(i)
+                head, offset = item.part(wg, per_item)
+                position = item.position + offset
+                q = q_smem.at[wg]
+                plgpu.barrier_wait(q_ready)
+
+                def first_step(s_ref):
+                    slot = lax.rem(done, stages)
+                    plgpu.barrier_wait(k_ready.at[slot])
+                    take_turn()
+                    plgpu.wgmma(s_ref, q, k_smem.at[slot].transpose((1, 0)))
+                    pass_turn()
+                    s = s_ref[...]
+                    plgpu.barrier_arrive(k_free.at[slot])
+                    m = plgpu.layout_cast(jnp.full((ROWS,), MAX_FLOOR, jnp.float32), row_layout)
+                    total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row_layout)
+                    return softmax(s, m, total, position, item.first_step, masked=True)[:3]
+
+                def next_step(step, carry, *, masked):
+                    p, m, total = carry
+                    now = done + step - item.first_step
+                    slot, last_slot = lax.rem(now, stages), lax.rem(now - 1, stages)
+
+                    def products(s_ref):
+                        wait_for_values(item, step - 1, last_slot)
+                        plgpu.barrier_wait(k_ready.at[slot])
+                        take_turn()
+                        acc.add(p, v_smem.at[last_slot])
+                        plgpu.wgmma(s_ref, q, k_smem.at[slot].transpose((1, 0)))
+                        pass_turn()
+                        return s_ref[...]
+
+                    s = pl.run_scoped(products, plgpu.ACC(scores_shape, jnp.float32))
+                    plgpu.barrier_arrive(v_free.at[last_slot])
+                    plgpu.barrier_arrive(k_free.at[slot])
+                    p, m, total, alpha = softmax(s, m, total, position, step, masked)
+                    acc.scale(alpha)
+                    return p, m, total
+
+                # Steps below `diagonal` are seen whole by every query of this consumer.
+                second, end = item.first_step + 1, item.end_step
+                diagonal = second if window is not None else jnp.clip((position + 1) // block_kv, second, end)
+                carry = pl.run_scoped(first_step, plgpu.ACC(scores_shape, jnp.float32))
+                carry = lax.fori_loop(second, diagonal, functools.partial(next_step, masked=False), carry)
+                carry = lax.fori_loop(diagonal, end, functools.partial(next_step, masked=True), carry)
+                plgpu.barrier_arrive(q_free)
+
+                p, m, total = carry
+                last_slot = lax.rem(done + end - 1 - item.first_step, stages)
+                wait_for_values(item, end - 1, last_slot)
+                acc.add(p, v_smem.at[last_slot])
+                out = acc.read()
+                plgpu.barrier_arrive(v_free.at[last_slot])
+                if sinks_ref:
+                    sink = sinks_ref[0][head]
+                    m_new = jnp.maximum(m, sink)
+                    alpha = jnp.exp2(m - m_new)
+                    total = total * alpha + jnp.exp2(sink - m_new)
+                    out = out * per_row(alpha, out_shape)
+                out = (out * per_row(1 / total, out_shape)).astype(out_ref.dtype)
+                low, high = (jnp.clip(x - offset, 0, ROWS) for x in (item.low, item.high))
+                for consumer in range(CONSUMERS):
+                    write = functools.partial(store, out, item.token + offset, head, low, high, *o_smem[consumer])
+                    pl.when(wg == consumer)(write)
+                return done + end - item.first_step
+
+            def store(out, token, head, low, high, o_swizzled, o_plain):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                count = high - low
+
+                @pl.when(count == ROWS)
+                def _whole():
+                    o_swizzled[...] = out
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(o_swizzled, out_ref.at[pl.ds(token, ROWS), head])
+
+                @pl.when(count < ROWS)
+                def _part():  # a TMA copy has a fixed size: one copy for each bit of count
+                    o_plain[...] = out
+                    plgpu.commit_smem()
+                    size = ROWS // 2
+                    while size:
+                        at = low + (count // (2 * size)) * (2 * size)
+
+                        @pl.when((count // size) % 2 == 1)
+                        def _(size=size, at=at):
+                            plgpu.copy_smem_to_gmem(
+                                o_plain.at[pl.ds(at, size)], out_ref.at[pl.ds(token + at, size), head]
+                            )
+
+                        size //= 2
+
+            def attend_item(i, done):
+                if in_smem:
+                    return attend(i, done, _SharedAccumulator(acc_smem.at[wg], p_smem.at[wg]))
+                return pl.run_scoped(
+                    lambda ref: attend(i, done, _RegisterAccumulator(ref)),
+                    plgpu.ACC(out_shape, jnp.float32),
+                )
+
+            if params.take_turns:
+                pl.when(wg == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+            items.for_each(attend_item)
+            if params.take_turns:
+                pl.when(wg == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
+            plgpu.wait_smem_to_gmem(0)
+
+
+def prefill_attention(
+    q: jax.Array,  # [T, H, D]
+    k_cache: jax.Array,  # [N, KVH, BS, D]
+    v_cache: jax.Array,  # [N, KVH, BS, D]
+    block_tables: jax.Array,  # [S, M] int32
+    plan: PrefillPlan,
+    out: jax.Array | None = None,  # [T, H, D]
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,  # [H]
+) -> jax.Array:
+    """Attention of the batch's prefill rows. Other tokens keep what `out` holds (undefined without it)."""
+    num_tokens = q.shape[0]
+    q = pad_rows(q, multiple=TILE_ROWS, minimum=ROWS)
+    operands = [q, k_cache, v_cache, block_tables, plan.tiles, plan.num_tiles]
+    if sinks is not None:
+        operands.append(sinks.astype(jnp.float32) * LOG2E)
+    kernel = functools.partial(
+        plgpu.kernel,
+        functools.partial(
+            _prefill_kernel,
+            group=plan.group,
+            scale=scale,
+            window=plan.window,
+            softcap=softcap,
+            params=plan.params,
+        ),
+        grid=(plan.params.num_sms,),
+        grid_names=("cta",),
+        num_threads=CONSUMERS + 1,
+        thread_name="wg",
+        kernel_name="paged_prefill",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    if out is None:
+        out = kernel(out_type=jax.ShapeDtypeStruct(q.shape, q.dtype))(*operands)
+    else:
+        out_ref = jax.new_ref(pad_rows(out, multiple=TILE_ROWS, minimum=ROWS))
+        kernel(out_type=())(*operands, out_ref)
+        out = jax.freeze(out_ref)
+    return out[:num_tokens]
