@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, StrEnum
 from typing import Any
@@ -53,26 +53,35 @@ def _require(condition: bool, name: str, value: object, rule: str) -> None:
 
 
 def _check_number(name: str, value: Any, low: float, high: float, rule: str) -> None:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    _require(is_number and low <= float(value) <= high, name, value, rule)  # NaN fails both comparisons
+    kind: type = numbers.Real
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    _require(is_number and low <= value <= high, name, value, rule)  # NaN fails both comparisons
 
 
 def _check_int(name: str, value: Any, low: float, high: float, rule: str) -> None:
-    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    _require(is_int and low <= int(value) <= high, name, value, rule)
+    kind: type = numbers.Integral
+    is_int = isinstance(value, kind) and not isinstance(value, bool)
+    _require(is_int and low <= value <= high, name, value, rule)
 
 
-def _as_tuple(value: Any, kind: type | None = None) -> tuple:
+def _as_tuple(name: str, value: Any, kind: type | None = None) -> tuple:
     if value is None:
         return ()
     if kind is not None and isinstance(value, kind):
         return (value,)
+    _require(isinstance(value, Iterable) and not isinstance(value, str | bytes), name, value, "a list")
     return tuple(value)
 
 
-@dataclass(frozen=True, kw_only=True)
+def _as_token_id(key: Any) -> Any:
+    """A key of `logit_bias`; JSON has only strings for keys."""
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
+@dataclass(kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. Checked when made; ids are checked against the vocabulary later.
+    """How to choose tokens and when to stop. Checked when made and, since fields may be set, again at submission, where
+    ids are checked against the vocabulary too; a request keeps a copy of its own.
 
     The pipeline's order is in docs/architecture.md. `temperature` 0 is greedy; `top_k` 0 or -1 is off;
     `max_tokens` None means up to the model's length; `logprobs=k` returns the sampled token's and the k best
@@ -131,9 +140,9 @@ class SamplingParams:
         self._check_lists()
 
     def _check_lists(self) -> None:
-        object.__setattr__(self, "stop", _as_tuple(self.stop, str))
-        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
-        object.__setattr__(self, "bad_words", _as_tuple(self.bad_words, str))
+        self.stop = _as_tuple("stop", self.stop, str)
+        self.stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
+        self.bad_words = _as_tuple("bad_words", self.bad_words, str)
         for name in ("stop", "bad_words"):
             for text in getattr(self, name):
                 _require(isinstance(text, str) and text != "", name, text, "non-empty strings")
@@ -144,18 +153,18 @@ class SamplingParams:
         for token in self.stop_token_ids or ():
             _check_int("stop_token_ids", token, 0, 2**31 - 1, "token ids")
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            self.allowed_token_ids = _as_tuple("allowed_token_ids", self.allowed_token_ids)
             _require(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "non-empty")
             for token in self.allowed_token_ids:
                 _check_int("allowed_token_ids", token, 0, 2**31 - 1, "token ids")
         if self.logit_bias is not None:
             _require(isinstance(self.logit_bias, dict), "logit_bias", self.logit_bias, "a dict of id -> bias")
-            bias = {int(token): value for token, value in self.logit_bias.items()}
+            bias = {_as_token_id(token): value for token, value in self.logit_bias.items()}
             _require(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", len(bias), f"at most {MAX_LOGIT_BIAS} entries")
             for token, value in bias.items():
                 _check_int("logit_bias", token, 0, 2**31 - 1, "a dict with token ids as keys")
                 _check_number(f"logit_bias[{token}]", value, -1e9, 1e9, "a finite number within +-1e9")
-            object.__setattr__(self, "logit_bias", bias)
+            self.logit_bias = bias
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuses ids outside [0, vocab_size).

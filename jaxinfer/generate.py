@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             converse(llm, params, system=args.system, template=template)
             return 0
         if args.chat or args.system is not None or template is not None:
-            prompts = [as_chat(llm, prompt, args.system, template) for prompt in prompts]
+            prompts = [as_chat(llm, prompt, args, template) for prompt in prompts]
         if args.prompts_file is not None:
             return _answer_file(llm, prompts, params, args)
         if len(prompts) == 1 and params.n == 1 and not args.json:
@@ -156,13 +156,22 @@ def read_template(name: str | None) -> str | None:
         raise ValueError(f"--chat-template {name}: {error}") from None
 
 
-def as_chat(llm: LLM, prompt: Any, system: str | None, template: str | None) -> Any:
-    """A prompt's text as a user's message; prompts without text, and broken ones, stay as they are."""
+def as_chat(llm: LLM, prompt: Any, args: argparse.Namespace, template: str | None) -> Any:
+    """A prompt's text as a user's message; prompts without text, and broken ones, stay as they are.
+
+    Raises:
+      ValueError: the template refuses it; from a file, the error becomes the prompt's record.
+    """
     text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
     if not isinstance(text, str):
         return prompt
-    beginning = [] if system is None else [{"role": "system", "content": system}]
-    rendered = llm.render_chat([*beginning, {"role": "user", "content": text}], template)
+    beginning = [] if args.system is None else [{"role": "system", "content": args.system}]
+    try:
+        rendered = llm.render_chat([*beginning, {"role": "user", "content": text}], template)
+    except ValueError as error:
+        if args.prompts_file is None:
+            raise
+        return error
     return {**prompt, **rendered} if isinstance(prompt, dict) else rendered
 
 
@@ -171,7 +180,7 @@ def _read_file(name: str) -> list[Any]:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts-file {name}: {error}") from None
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.split("\n") if line.strip()]  # splitlines would cut inside of prompts (U+2028)
     if not lines:
         raise ValueError(f"--prompts-file {name} has no prompts")
     return [_parse_line(line) for line in lines] if name.endswith(".jsonl") else lines
@@ -253,7 +262,7 @@ def _print_answer(index: int, output: RequestOutput, *, as_json: bool) -> None:
 def _print_failure(index: int, prompt: Any, message: str, *, as_json: bool) -> None:
     if as_json:
         shown = None if isinstance(prompt, ValueError) else prompt
-        print(json.dumps({"index": index, "prompt": shown, "error": message}, ensure_ascii=False), flush=True)
+        print(json.dumps({"index": index, "prompt": shown, "error": message}), flush=True)  # ASCII: it may be broken
     else:
         print(f"[{index}] error: {message}", file=sys.stderr)
 

@@ -61,7 +61,13 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; with special tokens, exactly one BOS where the model wants one."""
+        """Ids of a text; with special tokens, exactly one BOS where the model wants one.
+
+        Raises:
+          ValueError: the text holds half a character (a lone surrogate).
+        """
+        if not _is_unicode(text):
+            raise ValueError(f"the text is not valid Unicode (a lone surrogate): {text[:40]!a}")
         ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and self.add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids = [self.bos_token_id, *ids]
@@ -87,7 +93,6 @@ class Tokenizer:
         source = template or self.chat_template
         if source is None:
             raise ValueError("the model has no chat template")
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         names: dict[str, Any] = {**self.special_tokens}
@@ -98,7 +103,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **names,
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is a program: besides its own errors it may raise any
             raise ValueError(f"the chat template refuses the messages: {error}") from None
         return rendered[0]
 
@@ -112,44 +117,52 @@ class Tokenizer:
     ) -> tuple[str, list[int]]:
         """A conversation's text and ids; special tokens come from the template alone unless `parse_special_tokens`.
 
-        Literals of special tokens inside messages are hidden from the tokenizer while it looks for special tokens: each
-        is replaced by a mark from a private-use plane, and encoded by itself as plain text.
+        Literals of special tokens anywhere inside a message are hidden from the tokenizer while it looks for special
+        tokens: each is replaced by its mark from a private-use plane, and encoded by itself as plain text.
         """
-        hidden: list[str] = []
-        if not parse_special_tokens:
-            messages = [self._hide_literals(message, hidden) for message in messages]
+        literals = [] if parse_special_tokens else self._special_literals
+        messages = [self._hide_literals(message) for message in messages] if literals else messages
         rendered = self.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, template=template)
         text, ids = "", []
-        for part in MARK.split(rendered) if hidden else [rendered]:
+        for part in MARK.split(rendered) if literals else [rendered]:
             if len(part) == 1 and MARK.fullmatch(part):
-                part = hidden[ord(part) - FIRST_MARK]
+                part = literals[ord(part) - FIRST_MARK]
                 ids += self._encode_plain(part)
             else:
                 ids += self.encode(part, add_special_tokens=False)
             text += part
         return text, ids
 
-    def _hide_literals(self, message: dict[str, Any], hidden: list[str]) -> dict[str, Any]:
-        content = message.get("content")
-        literals = [token.content for token in self._added.values() if token.special]
-        if not isinstance(content, str) or not literals:
-            return message
+    @cached_property
+    def _special_literals(self) -> list[str]:
+        """Texts of the special tokens, the longest first; its numbers are the marks'."""
+        literals = {token.content for token in self._added.values() if token.special}
+        return sorted(literals, key=lambda text: (-len(text), text))[: LAST_MARK - FIRST_MARK + 1]
 
-        def hide(match: re.Match[str]) -> str:
-            hidden.append(match[0])
-            return chr(FIRST_MARK + len(hidden) - 1)
+    @cached_property
+    def _literal_pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._special_literals)))
 
-        pattern = "|".join(map(re.escape, sorted(literals, key=len, reverse=True)))
-        clean = MARK.sub("", content)  # the marks' own plane holds no text
-        return {**message, "content": re.sub(pattern, hide, clean)}
+    def _hide_literals(self, value: Any) -> Any:
+        """The same value with marks for literals in every string, however deep (message parts, names, tools)."""
+        if isinstance(value, str):
+            clean = MARK.sub("", value)  # the marks' own plane holds no text
+            numbers = self._special_literals
+            return self._literal_pattern.sub(lambda match: chr(FIRST_MARK + numbers.index(match[0])), clean)
+        if isinstance(value, dict):
+            return {key: self._hide_literals(item) for key, item in value.items()}
+        return [self._hide_literals(item) for item in value] if isinstance(value, list | tuple) else value
 
     def _encode_plain(self, text: str) -> list[int]:
         """Ids of a text in which nothing is special."""
-        self.backend.encode_special_tokens = True
-        try:
-            return self.backend.encode(text, add_special_tokens=False).ids
-        finally:
-            self.backend.encode_special_tokens = False
+        return self._plain_backend.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _plain_backend(self) -> Backend:
+        """A copy that knows no special tokens: a switch on the one backend would show in other threads."""
+        plain = Backend.from_str(self.backend.to_str())
+        plain.encode_special_tokens = True
+        return plain
 
     def save(self, folder: Path) -> None:
         """Writes what `load_tokenizer` reads."""
@@ -245,6 +258,14 @@ class IncrementalDetokenizer:
         return self._tokenizer.backend.decode(ids, skip_special_tokens=self._skip_special)
 
 
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @lru_cache
 def _bytes_of_characters() -> dict[str, int]:
     """GPT-2's printable stand-ins: printable Latin-1 characters are themselves, the others start at U+0100."""
@@ -271,6 +292,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
         backend = Backend.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{file} is not a tokenizer: {error}") from None
+    backend.no_truncation()  # settings of training, which would cut or fill prompts silently
+    backend.no_padding()
     config = _read_optional_json(file.parent / "tokenizer_config.json")
     names = {
         key: value["content"] if isinstance(value, dict) else value

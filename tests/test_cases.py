@@ -16,7 +16,7 @@ from jaxinfer.config import RopeConfig
 from jaxinfer.core import FinishReason
 from jaxinfer.layers import inverse_frequencies
 
-SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "block_size": 16, "num_blocks": 200,
+SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 16, "num_blocks": 200,
             "max_model_len": 1024, "compile_cache": None, "dtype": "float32"}  # fmt: skip
 GROUPS = {
     "A": (2, 3, 6, 8),

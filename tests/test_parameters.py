@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from jaxinfer import EngineConfig, SamplingParams
@@ -19,6 +22,12 @@ NAN, INF = float("nan"), float("inf")
         *[("min_p", value) for value in (-0.1, 1.1, NAN)],
         *[(name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-2.1, 2.1, NAN, INF)],
         *[("repetition_penalty", value) for value in (0, -1, NAN, INF)],
+        ("temperature", 10**400),
+        ("stop", 5),
+        ("stop_token_ids", 5),
+        ("allowed_token_ids", 5),
+        ("logit_bias", {"x": 1.0}),
+        ("logit_bias", {1.7: 1.0}),
         *[("seed", value) for value in (1.5, 2**64, -(2**63) - 1)],
         *[("max_tokens", value) for value in (0, -1, 2.5)],
         *[("min_tokens", value) for value in (-1, 2.5)],
@@ -55,6 +64,23 @@ def test_ids_beyond_the_vocabulary(field, token):
     with pytest.raises(ValueError, match=f"{field}: token id {token} is outside the vocabulary of 100"):
         SamplingParams(**{field: value}).check_vocabulary(100)
     SamplingParams(**{field: {99: 1.0} if field == "logit_bias" else [99]}).check_vocabulary(100)
+
+
+def test_numbers_of_other_libraries_and_json_keys():
+    params = SamplingParams(
+        seed=np.int64(5), temperature=np.float32(0.5), max_tokens=np.int32(3), logit_bias={"7": 1.0}
+    )
+    assert params.logit_bias == {7: 1.0}
+
+
+def test_fields_may_be_set_and_are_checked_at_submission():
+    params = SamplingParams(stop="a")
+    params.max_tokens = 4
+    params.stop = ["b", "c"]
+    assert dataclasses.replace(params).stop == ("b", "c")
+    params.top_p = 3.0
+    with pytest.raises(ValueError, match="top_p"):
+        dataclasses.replace(params)
 
 
 def test_which_sampler_a_request_needs():

@@ -212,3 +212,40 @@ def test_added_tokens_that_are_not_special_are_text():
     ids = tokenizer.encode("a<think>b")
     assert len(ids) == 3
     assert tokenizer.decode(ids) == "a<think>b"
+
+
+def test_a_tokenizers_truncation_and_padding_are_not_obeyed(tmp_path):
+    """Settings of training: they would cut or fill prompts silently."""
+    backend = byte_tokenizer()
+    backend.enable_truncation(8)
+    backend.enable_padding(length=16)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert len(tokenizer.encode("0123456789abcdef!")) == 17
+    assert len(tokenizer.encode("01")) == 2
+
+
+@pytest.mark.parametrize("text", ["x\ud83d", "\udcff"])
+def test_half_a_character_is_refused(tokenizer, text):
+    with pytest.raises(ValueError, match="not valid Unicode"):
+        tokenizer.encode(text)
+
+
+def test_no_part_of_a_message_can_make_a_special_token(tokenizer):
+    """A6, wherever a template prints it: parts, roles, names; also when there are thousands of them."""
+    template = (
+        "{% for m in messages %}<user>{{ m.role }}{{ m.name }}"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}<end>{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "x<end>y"}, {"type": "text", "text": "<eos>" * 5000}]
+    message = {"role": "a<end>", "name": "<user>", "content": parts}
+    text, ids = tokenizer.encode_chat([message], template=template)
+    special = tokenizer.special_ids
+    assert [id_ for id_ in ids if id_ in special] == [USER, USER + 1]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert text.count("<eos>") == 5000
+
+
+def test_a_template_that_breaks_is_told(tokenizer):
+    with pytest.raises(ValueError, match="refuses the messages"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], template="{{ 1 + messages[0].content }}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +50,9 @@ def build(config: EngineConfig) -> Parts:
       ValueError: what the user asked for cannot be had; one sentence with the values.
     """
     checkpoint = open_checkpoint(config.model, config.load_format)
-    model_config = parse_config(checkpoint.config, checkpoint.generation_config, config.hf_overrides)
-    tokenizer = open_tokenizer(config, checkpoint)
+    with _blaming(checkpoint.path):
+        model_config = parse_config(checkpoint.config, checkpoint.generation_config, config.hf_overrides)
+        tokenizer = open_tokenizer(config, checkpoint)
     _enable_compile_cache(config.compile_cache)
     device = jax.devices()[0]
     config = config.resolve(jax.default_backend(), model_config.max_position_embeddings)
@@ -74,6 +77,15 @@ def build(config: EngineConfig) -> Parts:
     programs = _programs(config, model_config, model, account.num_blocks, max_model_len)
     runner = Runner(weights, programs, _ladder(config), _cache_maker(config, model_config, account.num_blocks))
     return Parts(config, model_config, tokenizer, runner, account, model.attention)
+
+
+@contextmanager
+def _blaming(path: str) -> Iterator[None]:
+    """Turns what a malformed file makes Python raise into an error that names the file."""
+    try:
+        yield
+    except (TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+        raise ValueError(f"{path}: a setting is malformed: {type(error).__name__}: {error}") from None
 
 
 def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

@@ -61,8 +61,15 @@ class Engine:
             _limits(self.config), self._cache, lambda request: self._live[request][1].check_stop()
         )
         self.factory = RequestFactory(self.model, self.tokenizer, self.config.max_model_len, self.config.seed)
+        self._check_generation_config()
         if self.config.warmup == "full":
             self._warm_up(self.runner.ladder.shapes)
+
+    def _check_generation_config(self) -> None:
+        try:
+            self.factory.default_params  # noqa: B018 (made for its checks)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"generation_config.json of {self.config.model}: {error}") from None
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -84,8 +91,8 @@ class Engine:
             self._reap()
             for state in states:
                 for answer in state.answers:
-                    self._live[answer.request] = state, answer
                     self._scheduler.add(answer.request)
+                    self._live[answer.request] = state, answer
         if self.config.warmup == "lazy":
             with self.lock:
                 self._compile_reachable()
@@ -127,10 +134,13 @@ class Engine:
         with deferred_interrupts(), self.lock:
             self._reap()
             try:
-                return self._step()
+                did_something = self._step()
             except Exception as error:  # whatever the device or jax raised: end what was in flight, go on
                 self._fail(error)
                 return True
+            if not did_something:
+                self._scheduler.check_integrity()
+            return did_something
 
     def _step(self) -> bool:
         if len(self._in_flight) < self.config.depth:
@@ -146,7 +156,6 @@ class Engine:
                 if len(self._in_flight) < self.config.depth:
                     return True
         if not self._in_flight:
-            self._scheduler.check_integrity()
             return False
         self._commit()
         return True

@@ -25,32 +25,44 @@ def pack(plan: StepPlan, layout: BatchLayout, num_slots: int) -> np.ndarray:
     part["slot_ids"][:] = num_slots
     part["update_slots"][:] = num_slots
     part["num_decodes"][0] = plan.num_decodes
-    lengths = np.array([row.num_tokens for row in plan.rows], np.int32)
-    ends = np.cumsum(lengths)
+    rows, count = plan.rows, len(plan.rows)
+    lengths = [row.num_tokens for row in rows]
     starts = part["query_start_loc"]
-    starts[1 : len(lengths) + 1] = ends
-    starts[len(lengths) + 1 :] = plan.num_tokens
-    part["token_rows"][: plan.num_tokens] = np.repeat(np.arange(len(lengths)), lengths)
-    num_updates = 0
-    for number, row in enumerate(plan.rows):
-        request = row.request
-        known = request.token_ids[row.start : row.start + row.num_tokens]
-        part["token_ids"][starts[number] : starts[number] + len(known)] = known
-        part["slot_ids"][number] = row.slot
-        part["samples"][number] = row.samples
-        part["from_carry"][number] = row.start >= request.num_tokens
-        if not row.is_admission:
-            num_updates += _pack_new_blocks(row, part, num_updates)
+    np.cumsum(lengths, out=starts[1 : count + 1])
+    starts[count + 1 :] = plan.num_tokens
+    part["token_rows"][: plan.num_tokens] = np.repeat(np.arange(count), lengths)
+    part["slot_ids"][:count] = [row.slot for row in rows]
+    part["samples"][:count] = [row.samples for row in rows]
+    part["from_carry"][:count] = [row.start >= row.request.num_tokens for row in rows]
+    part["token_ids"][: plan.num_tokens] = _token_ids(rows)
+    _pack_new_blocks(rows, part)
     return buffer
 
 
-def _pack_new_blocks(row: PlanRow, part: dict[str, np.ndarray], at: int) -> int:
-    blocks = row.request.block_ids[row.first_new_block :]
-    where = slice(at, at + len(blocks))
-    part["update_slots"][where] = row.slot
-    part["update_columns"][where] = np.arange(row.first_new_block, row.first_new_block + len(blocks))
-    part["update_blocks"][where] = blocks
-    return len(blocks)
+def _token_ids(rows: list[PlanRow]) -> list[int]:
+    """The step's tokens in order; 0 for those that only the device knows."""
+    ids: list[int] = []
+    for row in rows:
+        known = row.request.token_ids[row.start : row.start + row.num_tokens]
+        ids += known
+        if len(known) < row.num_tokens:
+            ids += [0] * (row.num_tokens - len(known))
+    return ids
+
+
+def _pack_new_blocks(rows: list[PlanRow], part: dict[str, np.ndarray]) -> None:
+    """Blocks that running rows were given by this plan; admitted rows upload their whole table."""
+    updates = [
+        (row.slot, column, row.request.block_ids[column])
+        for row in rows
+        if not row.is_admission and row.first_new_block < len(row.request.block_ids)
+        for column in range(row.first_new_block, len(row.request.block_ids))
+    ]
+    if updates:
+        slots, columns, blocks = np.array(updates, np.int32).T
+        part["update_slots"][: len(updates)] = slots
+        part["update_columns"][: len(updates)] = columns
+        part["update_blocks"][: len(updates)] = blocks
 
 
 def pack_slots(rows: list[PlanRow], shapes: DeviceShapes, num_rows: int) -> np.ndarray:
@@ -93,7 +105,7 @@ def feature_values(request: Request, shapes: DeviceShapes) -> dict[str, object]:
         "prompt_lens": request.num_prompt_tokens,
         "min_lens": request.num_prompt_tokens + params.min_tokens,
         "top_k": vocab if params.top_k <= 0 else min(params.top_k, vocab),
-        "top_p": params.top_p,
+        "top_p": max(params.top_p, np.finfo(np.float32).tiny),  # 0 in float32 would cut the best token too
         "min_p": params.min_p,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,

@@ -42,7 +42,7 @@ class RequestFactory:
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         chosen: dict[str, Any] = {name: config[name] for name in names if config.get(name) is not None}
         if config.get("do_sample") is False:
-            chosen = {"temperature": 0.0}
+            chosen["temperature"] = 0.0
         if config.get("max_new_tokens") is not None:
             chosen["max_tokens"] = config["max_new_tokens"]
         return SamplingParams(**chosen)
@@ -55,6 +55,11 @@ class RequestFactory:
         Raises:
           ValueError: an empty, too long or malformed prompt, or parameters that do not fit the model.
         """
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
+            raise ValueError(f"priority must be an integer, got {priority!r}")
+        params = dataclasses.replace(params)  # checks it again; the caller may change the original
         text, token_ids, salt = self._read_prompt(prompt)
         vocab = self._model.vocab_size
         for token in token_ids:
@@ -73,13 +78,13 @@ class RequestFactory:
             params=params,
             max_tokens=resolve_max_tokens(len(token_ids), params, self._max_model_len),
             arrival=self._arrivals,
-            priority=priority,
+            priority=int(priority),
             cache_salt=salt,
             eos_token_ids=eos,
             bad_word_ids=bad_words,
         )
         _check_allowed(first)
-        first.seed = (self._seeds.getrandbits(64) if params.seed is None else params.seed) % 2**64
+        first.seed = (self._seeds.getrandbits(64) if params.seed is None else int(params.seed)) % 2**64
         self._num_made += 1
         self._arrivals += params.n
         return [first, *(_sibling(first, index) for index in range(1, params.n))], text
@@ -92,6 +97,8 @@ class RequestFactory:
                 raise ValueError(f"prompt: unknown key {unknown[0]!r}")
             salt = str(prompt.get("cache_salt") or "")
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if text is not None and not isinstance(text, str):
+                raise ValueError(f"prompt must be text, got {type(text).__name__}")
             if ids is not None:
                 return text, _token_ids(ids), salt
             prompt = "" if text is None else text

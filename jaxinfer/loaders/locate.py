@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxinfer.loaders.checkpoint import Checkpoint
 from jaxinfer.loaders.orbax_folder import OrbaxFolder, is_orbax
-from jaxinfer.loaders.safetensors_folder import SafetensorsFolder
+from jaxinfer.loaders.safetensors_folder import SafetensorsFolder, is_complete
 
 EMBEDDED_NAME = "smollm2"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -56,9 +56,12 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def _find(model: str) -> Path:
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
+    try:
+        path = Path(model).expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, an unknown user, a null character
+        raise ValueError(f"model {model[:80]!r}: {error}") from None
     if model == EMBEDDED_NAME:
         return embedded_model()
     if HUB_ID.fullmatch(model):
@@ -72,15 +75,16 @@ def _download(model: str) -> Path:
 
     wanted = ["*.safetensors", "*.json", "*.jinja"]
     try:
-        return Path(snapshot_download(model, allow_patterns=wanted, local_files_only=True))
+        cached = Path(snapshot_download(model, allow_patterns=wanted, local_files_only=True))
+        if is_complete(cached):
+            return cached
     except Exception:  # not cached: try to reach it
-        try:
-            return Path(snapshot_download(model, allow_patterns=wanted))
-        except Exception as error:  # many kinds: offline, not found, gated
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(
-                f"model {model!r}: no such file or folder, and the Hub does not give it: {reason}"
-            ) from None
+        pass
+    try:
+        return Path(snapshot_download(model, allow_patterns=wanted))
+    except Exception as error:  # many kinds: offline, not found, gated
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"model {model!r}: no such file or folder, and the Hub does not give it: {reason}") from None
 
 
 def _open_folder(path: Path, load_format: str) -> Checkpoint:

@@ -76,6 +76,14 @@ class SafetensorsFolder:
         return part[index] if index else part[:]
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether configuration and every weight file are there (a cache may hold a part, such as a tokenizer)."""
+    try:
+        return (folder / "config.json").is_file() and all(path.is_file() for path in _shards(folder))
+    except ValueError:
+        return False
+
+
 def _shards(folder: Path) -> list[Path]:
     index = folder / INDEX_NAME
     if index.is_file():

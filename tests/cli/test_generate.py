@@ -84,6 +84,33 @@ def test_a_file_of_prompts_goes_on_past_bad_ones(flags, tmp_path, capsys):
     assert "2000 tokens" in records[5]["error"]
 
 
+def test_line_ends_inside_prompts_and_broken_characters(flags, tmp_path, capsys):
+    """Only a line feed ends a line; half a character is a record of its own, not the end of the run."""
+    lines = [{"prompt": "a\u2028b\u0085c"}, {"prompt": "x\ud83d"}, {"prompt": "last"}]
+    path = tmp_path / "p.jsonl"
+    texts = [json.dumps(line, ensure_ascii=number == 1) for number, line in enumerate(lines)]
+    path.write_text("\n".join(texts), encoding="utf-8")
+    assert call(flags, "--prompts-file", str(path), "--json", "--max-tokens", "1") == 1
+    records = [json.loads(line) for line in capsys.readouterr().out.split("\n") if line]
+    assert ["error" in record for record in records] == [False, True, False]
+    assert "not valid Unicode" in records[1]["error"]
+    assert call(flags, "--prompt", "x\udcff") == 2
+    assert "not valid Unicode" in capsys.readouterr().err
+
+
+def test_a_template_may_refuse_one_prompt_of_a_file(flags, tmp_path, capsys):
+    template, path = tmp_path / "t.jinja", tmp_path / "p.txt"
+    template.write_text(
+        "{% if messages[0].content == 'no' %}{{ raise_exception('never') }}{% endif %}{{ messages[0].content }}"
+    )
+    path.write_text("yes\nno\nalso\n")
+    more = ["--prompts-file", str(path), "--chat-template", str(template), "--json", "--max-tokens", "1"]
+    assert call(flags, *more) == 1
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert ["error" in record for record in records] == [False, True, False]
+    assert "never" in records[1]["error"]
+
+
 def test_a_file_of_lines(flags, tmp_path, capsys):
     path = tmp_path / "prompts.txt"
     path.write_text("first\n\nsecond\n")

@@ -11,7 +11,7 @@ from tiny_models import BOS, END, USER, write_model
 
 from jaxinfer import LLM, SamplingParams
 
-SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "block_size": 16, "num_blocks": 400,
+SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 16, "num_blocks": 400,
             "max_model_len": 2048, "compile_cache": None, "dtype": "float32"}  # fmt: skip
 
 
@@ -198,6 +198,23 @@ def test_equal_priorities_never_ping_pong(folder):
             pass
         assert states[0].request.epoch == 0
         assert states[1].request.epoch == 1
+
+
+@pytest.mark.parametrize("bad", [None, "x", 1.5, float("nan"), True])
+def test_bad_priorities_are_refused_and_leave_no_trace(folder, bad):
+    with LLM(str(folder), **SETTINGS, policy="priority") as llm:
+        with pytest.raises(ValueError, match="prompt 1: priority must be an integer"):
+            llm.generate([prompt(3), prompt(4)], sampled(), priority=[1, bad])
+        assert llm.generate([prompt(3)], sampled())[0].finished
+        assert not llm.engine._live
+
+
+def test_what_is_no_sampling_params_is_refused(llm):
+    with pytest.raises(ValueError, match="sampling_params must be SamplingParams, got str"):
+        llm.generate([prompt(3)], ["x"])
+    with pytest.raises(ValueError, match="prompt must be text, got int"):
+        llm.generate([{"prompt": 5, "prompt_token_ids": [1]}])
+    assert llm.generate([prompt(3)], sampled(seed=np.int64(5)))[0].finished
 
 
 def test_priority_needs_its_policy(llm):

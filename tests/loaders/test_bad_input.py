@@ -250,3 +250,48 @@ def test_gguf_is_read_by_what_it_is(tmp_path):
     assert checkpoint.config["architectures"] == ["LlamaForCausalLM"]
     with pytest.raises(ValueError, match="needs a folder"):
         open_checkpoint(str(embedded_model()), "safetensors")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", {**CONFIG, "num_attention_heads": 0}),
+        ("config.json", {**CONFIG, "hidden_size": [1]}),
+        ("config.json", {**CONFIG, "eos_token_id": 1.5}),
+        ("config.json", {**CONFIG, "rope_scaling": 5}),
+        ("config.json", {**CONFIG, "architectures": 5}),
+        ("generation_config.json", {"eos_token_id": 1.5}),
+        ("tokenizer_config.json", []),
+        ("tokenizer_config.json", {"chat_template": [{"template": "x"}]}),
+        ("tokenizer_config.json", {"bos_token": {}}),
+    ],
+    ids=str,
+)
+def test_malformed_settings_are_told_with_their_file(tmp_path, file, content):
+    folder = write_model(tmp_path / "m", state=state())
+    (folder / file).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"/m"):
+        load(folder)
+
+
+def test_senseless_model_names():
+    for name in ("~nosuchuser/x", "x" * 5000, "a\0b"):
+        with pytest.raises(ValueError, match=r"model '"):
+            open_checkpoint(name)
+
+
+def test_generation_config_supplies_the_parameters(tmp_path):
+    folder = write_model(tmp_path / "m")
+    (folder / "generation_config.json").write_text(
+        '{"do_sample": false, "repetition_penalty": 1.3, "temperature": 0.7}'
+    )
+    with load(folder) as llm:
+        params = llm.get_default_sampling_params()
+    assert (params.temperature, params.repetition_penalty) == (0.0, 1.3)
+
+
+def test_generation_config_that_is_malformed(tmp_path):
+    folder = write_model(tmp_path / "m")
+    (folder / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(ValueError, match=r"generation_config.json.*temperature must be a finite number"):
+        load(folder)

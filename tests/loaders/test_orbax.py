@@ -111,3 +111,7 @@ def test_a_cached_hub_id_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert open_checkpoint("some/model").config["hidden_size"] == 64
     assert calls == [("some/model", ("*.safetensors", "*.json", "*.jinja"), True)]
+    (source / "model.safetensors").rename(tmp_path / "elsewhere")  # a part only: fetch the rest
+    with pytest.raises(ValueError, match="has no"):
+        open_checkpoint("some/model")
+    assert [call[2] for call in calls] == [True, True, False]

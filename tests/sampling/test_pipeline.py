@@ -262,6 +262,13 @@ def test_a_row_without_a_choice_says_so_alone(bad):
         assert [token < 0 for token in np.asarray(tokens).tolist()] == [False, True, False]
 
 
+@pytest.mark.parametrize("top_p", [1e-40, 1e-46, 1e-38])
+def test_the_best_survives_any_top_p(top_p):
+    logits = np.random.default_rng(0).standard_normal((1, V)).astype(np.float32)
+    request = make_request(SamplingParams(top_p=top_p), seed=2)
+    assert (choose_all([request], logits, 5) == logits.argmax()).all()
+
+
 def test_padding_rows_change_nothing():
     requests = [make_request(SamplingParams(top_k=3), seed=n) for n in range(2)]
     carry, features, _ = state(requests)

@@ -14,6 +14,7 @@ for completion in result.outputs:
 print(result.prompt_logprobs[0], len(result.prompt_logprobs), result.num_cached_tokens)
 
 defaults = llm.get_default_sampling_params()
+defaults.max_tokens = 4
 defaults_output = llm.generate(["x", "y"], defaults, use_tqdm=False)
 print([output.request_id for output in defaults_output])
 llm.reset_prefix_cache()
