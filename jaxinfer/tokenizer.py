@@ -184,9 +184,6 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         return frozenset(id_ for id_, token in self._added.items() if token.special)
 
-    def is_known(self, token_id: int) -> bool:
-        return self.backend.id_to_token(token_id) is not None
-
     def token_bytes(self, token_id: int) -> bytes | None:
         """The bytes that a token stands for; None where that is not a property of the token alone."""
         if token_id in self._added:

@@ -34,10 +34,6 @@ class MemoryAccount:
     def pool(self) -> int:
         return self.block * self.num_blocks
 
-    def lines(self) -> list[tuple[str, int]]:
-        return [("weights", self.weights), ("step temporaries", self.temporaries), ("KV cache", self.pool),
-                ("free or others'", self.total - self.weights - self.temporaries - self.pool)]  # fmt: skip
-
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
     """Bytes of one block over all layers, K and V."""

@@ -13,8 +13,6 @@ from jaxinfer.loaders import Index, ReadTensor, Source
 type Sources = dict[tuple[str | int, ...], Source]
 """Path of a parameter in the model -> its source."""
 
-EVERYTHING = slice(None)
-
 
 def direct(name: str, *shape: int) -> Source:
     """A parameter that is one tensor as it stands."""

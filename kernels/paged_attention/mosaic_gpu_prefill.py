@@ -282,7 +282,9 @@ def _prefill_kernel(
         q_free=plgpu.Barrier(num_arrivals=CONSUMERS),
         k_free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         v_free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-        v_clean=plgpu.Barrier(),
+        # One a stage: consumer 0 cannot come to a stage again before consumer 1 has released, so observed, it. With a
+        # single barrier it could be two completions ahead, which hangs a waiter that knows phases by their parity.
+        v_clean=plgpu.Barrier(num_barriers=stages),
         turn=plgpu.Barrier(num_barriers=CONSUMERS),
         collective_axes="wg",
     )
@@ -381,9 +383,9 @@ def _prefill_kernel(
                     def _():
                         zero_rows_outside(v_smem.at[slot], low, high)
                         plgpu.commit_smem()
-                        plgpu.barrier_arrive(v_clean)
+                        plgpu.barrier_arrive(v_clean.at[slot])
 
-                    plgpu.barrier_wait(v_clean)
+                    plgpu.barrier_wait(v_clean.at[slot])
 
             def softmax(s, m, total, position, step, masked):
                 """Probabilities of a step, and the factor by which earlier results shrink."""

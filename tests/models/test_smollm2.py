@@ -21,7 +21,9 @@ def golden(golden_folder):
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("smollm2", dtype="float32", max_num_seqs=8, max_model_len=2048, compile_cache=None) as llm:
+    with LLM(
+        "smollm2", dtype="float32", max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2048, compile_cache=None
+    ) as llm:
         yield llm
 
 
