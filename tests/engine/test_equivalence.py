@@ -117,7 +117,7 @@ def test_together_equals_solo(folder, solo, depth):
     assert stats["num_compiles_while_serving"] == 0
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_tiny_pool_and_any_order_equal_solo(folder, solo, depth):
     requests = make_requests()
     order = list(range(NUM_REQUESTS))

@@ -48,7 +48,7 @@ def count_computed(llm: LLM) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_four_answers_compute_the_prompt_once(folder, caching):
     """1,003 prompt tokens, four different reproducible answers, equal to four seeded solo requests."""
     wanted = prompt(1000)
@@ -68,7 +68,7 @@ def test_four_answers_compute_the_prompt_once(folder, caching):
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_forks_around_block_borders(folder, length, depth):
     with LLM(str(folder), **SETTINGS, enable_prefix_caching=False, depth=depth) as llm:
         output = llm.generate([prompt(length)], sampled(n=3, seed=5))[0]
@@ -77,7 +77,7 @@ def test_forks_around_block_borders(folder, length, depth):
         assert llm.stats()["kv_cache_usage_perc"] == 0.0
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("caching", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sixteen_answers_under_preemption(folder, caching):
     """More answers than rows, in a pool that cannot hold them: still the solo answers."""
     tight = {**SETTINGS, "num_blocks": 14, "max_model_len": 200, "enable_prefix_caching": caching, "depth": 2}

@@ -49,6 +49,7 @@ def test_the_same_bits_and_answers(tmp_path, dtype):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_gguf_converts_with_its_tokenizer(tmp_path):
     """The embedded model: the same bits as from the GGUF, and the same ids."""
     assert convert("smollm2", tmp_path / "out", "--dtype", "float32").returncode == 0
