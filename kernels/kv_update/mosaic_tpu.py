@@ -98,6 +98,8 @@ def kv_update(
     v: jax.Array,
     slot_mapping: jax.Array,
     *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     step_plan: UpdatePlan | None = None,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -108,6 +110,8 @@ def kv_update(
       interpret: how to run without a TPU, for tests.
     """
     check_supported(k_cache, k)
+    if k_scale is not None or v_scale is not None:
+        raise NotImplementedError("k_scale and v_scale")
     step_plan = step_plan or plan(slot_mapping)
     num_tokens, kv_heads, head_dim = k.shape
     chunk = min(CHUNK, num_tokens)
