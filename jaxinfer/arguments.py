@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from typing import Any, NoReturn
 
 from jaxinfer.config import DTYPES, KERNELS, LOAD_FORMATS, EngineConfig
@@ -37,7 +38,21 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-prefix-caching", action="store_true", help="never reuse equal prefixes")
     group.add_argument("--kernels", choices=KERNELS, default="auto", help="'reference' forces plain jnp")
     group.add_argument("--policy", choices=("fcfs", "priority"), help="order of waiting prompts (fcfs)")
-    group.add_argument("--depth", type=int, metavar="N", help="steps in flight (1)")
+    group.add_argument("--profile", metavar="DIR", help="write a trace of the device there, and print a summary")
+    group.add_argument("--depth", type=int, metavar="N", help="steps in flight (1 on CPU, else 2)")
+
+
+def prepare_backend(args: argparse.Namespace) -> None:
+    """Settings that JAX reads when its backend starts; what the user has set stays.
+
+    A command has the device for itself: JAX may have 95% of its memory (75% by default), the rest is for what XLA
+    allocates beside it. A profile shows the steps as they run otherwise only with command buffers.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    flag = "--xla_enable_command_buffers_during_profiling"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if args.profile is not None and flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}=true".strip()
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:

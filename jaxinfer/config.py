@@ -123,7 +123,8 @@ class EngineConfig:
       enable_prefix_caching: reuse K and V of equal prefixes.
       kernels: "auto", or "reference" for plain jnp everywhere.
       policy: "fcfs" or "priority".
-      depth: steps in flight: 1 is synchronous, 2 plans a step while the one before it runs.
+      depth: steps in flight: 1 is synchronous, 2 plans a step while the one before it runs; None is 1 on a CPU and
+        2 elsewhere. Tokens are the same.
       warmup: "full" compiles every bucket at start, "lazy" at first use; "auto" is lazy on CPU only.
       compile_cache: folder of the persistent compilation cache; "auto" is one below the user's cache folder,
         None is off.
@@ -145,7 +146,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     kernels: str = "auto"
     policy: str = "fcfs"
-    depth: int = 1
+    depth: int | None = None
     warmup: str = "auto"
     compile_cache: str | None = "auto"
     hf_overrides: dict[str, Any] | None = None
@@ -210,5 +211,6 @@ class EngineConfig:
             block_size=self.block_size or {"cpu": 16, "tpu": 128}.get(platform, 64),
             max_num_batched_tokens=max(budget, max_num_seqs) if self.max_num_batched_tokens is None else budget,
             max_num_seqs=max_num_seqs,
+            depth=self.depth or (1 if is_cpu else 2),
             warmup=("lazy" if is_cpu else "full") if self.warmup == "auto" else self.warmup,
         )

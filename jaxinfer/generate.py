@@ -23,6 +23,7 @@ from jaxinfer.arguments import (
     add_engine_arguments,
     add_sampling_arguments,
     engine_arguments,
+    prepare_backend,
     sampling_params,
 )
 from jaxinfer.core import RequestOutput, SamplingParams
@@ -96,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
     sampling_params(args, SamplingParams())  # a bad value is told before the model is loaded
     template = read_template(args.chat_template)
     prompts = [] if args.interactive else read_prompts(args)
+    prepare_backend(args)
     from jaxinfer.interactive import converse  # here: --help and mistakes need no jax
     from jaxinfer.llm import LLM
 
@@ -107,15 +109,8 @@ def run(args: argparse.Namespace) -> int:
             return 0
         if args.chat or args.system is not None or template is not None:
             prompts = [as_chat(llm, prompt, args, template) for prompt in prompts]
-        if args.prompts_file is not None:
-            return _answer_file(llm, prompts, params, args)
-        if len(prompts) == 1 and params.n == 1 and not args.json:
-            outputs = [_stream(llm, prompts[0], params)]
-        else:
-            outputs = _answer_all(llm, prompts, params, as_json=args.json)
-    if not args.json:
-        print_table(outputs, _notice(llm, args))
-    return 1 if any(output.error for output in outputs) else 0
+        with _profiled(args.profile):
+            return _answer(llm, prompts, params, args)
 
 
 # -- prompts -------------------------------------------------------------------------------------
@@ -198,6 +193,19 @@ def _parse_line(line: str) -> Any:
 
 
 # -- answering -----------------------------------------------------------------------------------
+
+
+def _answer(llm: LLM, prompts: list[Any], params: SamplingParams, args: argparse.Namespace) -> int:
+    """Answers all prompts; the exit code."""
+    if args.prompts_file is not None:
+        return _answer_file(llm, prompts, params, args)
+    if len(prompts) == 1 and params.n == 1 and not args.json:
+        outputs = [_stream(llm, prompts[0], params)]
+    else:
+        outputs = _answer_all(llm, prompts, params, as_json=args.json)
+    if not args.json:
+        print_table(outputs, _notice(llm, args))
+    return 1 if any(output.error for output in outputs) else 0
 
 
 def _stream(llm: LLM, prompt: Any, params: SamplingParams) -> RequestOutput:
@@ -302,6 +310,19 @@ def to_record(index: int, output: RequestOutput) -> dict[str, Any]:
 
 
 # -- what goes to stderr -------------------------------------------------------------------------
+
+
+@contextmanager
+def _profiled(directory: str | None) -> Iterator[None]:
+    """Traces the block into a folder, if one is named, and says on stderr what the device did."""
+    if directory is None:
+        yield
+        return
+    from jaxinfer.engine.profile import profile
+
+    with profile(directory) as trace:
+        yield
+    print(trace.describe(), file=sys.stderr)
 
 
 @contextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from jaxinfer.batch import BatchShape, DeviceShapes
+from jaxinfer.batch import DeviceShapes
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.buckets import BucketLadder
-from jaxinfer.engine.kv_pool import BLOCK_GRID, Device, MemoryAccount, make_caches, size_pool
+from jaxinfer.engine.kv_pool import make_caches
+from jaxinfer.engine.memory import Device, MemoryAccount, estimate_temporaries, size_pool
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.runner import Runner
 from jaxinfer.kernels.paged_attention import choose
@@ -29,6 +31,9 @@ from jaxinfer.scheduler import resolve_max_model_len
 from jaxinfer.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 LOGGER = logging.getLogger("jaxinfer")
+
+type OnCompile = Callable[[int, bool], None]
+"""Called with (number of programs, False) before they are compiled, and with (0, True) for each that is done."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,12 @@ class Parts:
     attention: str  # implementation
 
 
-def build(config: EngineConfig) -> Parts:
-    """Loads a model and makes the engine's device side.
+def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: None) -> Parts:
+    """Loads a model and makes the engine's device side. Programs are compiled on threads while weights load.
+
+    Args:
+      config: what to run and how.
+      on_compile: see `Engine`.
 
     Raises:
       ValueError: what the user asked for cannot be had; one sentence with the values.
@@ -57,26 +66,76 @@ def build(config: EngineConfig) -> Parts:
     device = jax.devices()[0]
     config = config.resolve(jax.default_backend(), model_config.max_position_embeddings)
     model = build_model(model_config, config.dtype, choose_attention(config, model_config, device))
-    weights = load_weights(config, checkpoint, model_config, model, device)
-    weight_bytes = sum(leaf.nbytes for leaf in weights)
-    temporaries = _temporary_bytes(config, model_config, model, device)
-    account = size_pool(config, model_config, weights=weight_bytes, temporaries=temporaries, device=device)
+    ladder = _ladder(config)
+    asked, weights, needed, others = config, None, None, None
+    while True:
+        programs, account = _size(asked, model_config, model, ladder, device, needed, others)
+        others = account.others
+        config = dataclasses.replace(asked, max_model_len=programs.shapes.max_len, num_blocks=account.num_blocks)
+        keys = programs.keys(ladder.shapes) if config.warmup == "full" else []
+        if keys:
+            on_compile(len(keys), False)
+        with ThreadPoolExecutor(max_workers=1) as background:
+            compiling = background.submit(programs.compile, keys, lambda key: on_compile(0, True))
+            weights = weights or load_weights(config, checkpoint, model_config, model, device)
+            compiling.result()
+        if not keys or device.platform == "cpu":
+            break
+        needed = programs.largest_temporaries(ladder.shapes[0])
+        if needed <= account.temporaries or asked.num_blocks is not None:
+            account = dataclasses.replace(account, temporaries=needed)
+            break
+        LOGGER.info("programs need %d bytes beside the KV cache, not %d: sizing again", needed, account.temporaries)
+    _tell_lowered(asked, config, model_config)
+    LOGGER.info("device memory:\n%s", account.describe())
+    runner = Runner(weights, programs, ladder, _cache_maker(config, model_config, account.num_blocks))
+    return Parts(config, model_config, tokenizer, runner, account, model.attention)
+
+
+def _size(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: DenseModel,
+    ladder: BucketLadder,
+    device: Device,
+    temporaries: int | None,
+    others: int | None,
+) -> tuple[Programs, MemoryAccount]:
+    """The pool's size and the programs of that size; an unknown need for temporaries is estimated."""
     assert config.block_size is not None
+    longest = config.max_model_len or model_config.max_position_embeddings
+    draft = _programs(config, model_config, model, 2, longest)
+    if temporaries is None:
+        temporaries = estimate_temporaries(model_config, draft.shapes, ladder.shapes[0], config.dtype)
+    account = size_pool(
+        config,
+        model_config,
+        weights=_num_bytes(draft.weights),
+        temporaries=temporaries,
+        tables=_num_bytes((draft.tables, draft.carry, draft.features)),
+        device=device,
+        others=others,
+    )
     max_model_len = resolve_max_model_len(
         config.max_model_len,
         model_config.max_position_embeddings,
         (account.num_blocks - 1) * config.block_size,
     )
-    if config.max_model_len is None and max_model_len < model_config.max_position_embeddings:
+    return _programs(config, model_config, model, account.num_blocks, max_model_len), account
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _tell_lowered(asked: EngineConfig, config: EngineConfig, model_config: ModelConfig) -> None:
+    longest = config.max_model_len or 0
+    if asked.max_model_len is None and longest < model_config.max_position_embeddings:
         LOGGER.warning(
             "max_model_len is lowered from the model's %d to %d tokens, what the KV cache holds",
             model_config.max_position_embeddings,
-            max_model_len,
+            longest,
         )
-    config = dataclasses.replace(config, max_model_len=max_model_len, num_blocks=account.num_blocks)
-    programs = _programs(config, model_config, model, account.num_blocks, max_model_len)
-    runner = Runner(weights, programs, _ladder(config), _cache_maker(config, model_config, account.num_blocks))
-    return Parts(config, model_config, tokenizer, runner, account, model.attention)
 
 
 @contextmanager
@@ -165,23 +224,6 @@ def _cache_maker(config: EngineConfig, model_config: ModelConfig, num_blocks: in
     assert config.block_size is not None
     block_size, dtype = config.block_size, config.dtype
     return lambda: make_caches(model_config, num_blocks, block_size, dtype)
-
-
-def _temporary_bytes(config: EngineConfig, model_config: ModelConfig, model: DenseModel, device: Device) -> int:
-    """Bytes beside weights and pool: the largest step's and sampler's temporaries, and the tables by slot.
-
-    Learnt by compiling them with a provisional pool; on a CPU, where the pool's size is fixed, not asked.
-    """
-    if device.platform == "cpu" or config.num_blocks is not None:
-        return 0
-    longest = config.max_model_len or model_config.max_position_embeddings
-    programs = _programs(config, model_config, model, BLOCK_GRID, longest)
-    shape: BatchShape = _ladder(config).shapes[0]
-    keys = [programs.step_key(shape), ("full", shape.num_rows)]
-    programs.compile(keys)
-    logits = shape.num_rows * model_config.vocab_size * 4
-    tables = sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(programs.features))
-    return max(map(programs.temporary_bytes, keys)) + logits + tables
 
 
 def _enable_compile_cache(setting: str | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 
@@ -39,12 +39,12 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, on_compile: Callable[[int, bool], None] | None = None) -> None:
-        parts = build(config)
+        self._on_compile = on_compile or (lambda count, is_done: None)
+        parts = build(config, self._on_compile)
         self.config, self.model, self.tokenizer = parts.config, parts.model, parts.tokenizer
         self.account, self.attention = parts.account, parts.attention
         self.runner = parts.runner
         self.lock = threading.RLock()
-        self._on_compile = on_compile or (lambda count, is_done: None)
         self._live: dict[Request, tuple[RequestState, Answer]] = {}
         self._in_flight: deque[InFlight] = deque()
         self._abandoned: deque[RequestState] = deque()
@@ -52,6 +52,8 @@ class Engine:
         assert self.config.block_size is not None
         assert self.config.num_blocks is not None
         assert self.config.max_model_len is not None
+        assert self.config.depth is not None
+        self._depth = self.config.depth
         self._cache = KVCacheManager(
             self.config.num_blocks,
             self.config.block_size,
@@ -63,7 +65,7 @@ class Engine:
         self.factory = RequestFactory(self.model, self.tokenizer, self.config.max_model_len, self.config.seed)
         self._check_generation_config()
         if self.config.warmup == "full":
-            self._warm_up(self.runner.ladder.shapes)
+            self._warm_up()
 
     def _check_generation_config(self) -> None:
         try:
@@ -143,7 +145,7 @@ class Engine:
             return did_something
 
     def _step(self) -> bool:
-        if len(self._in_flight) < self.config.depth:
+        if len(self._in_flight) < self._depth:
             plan = self._scheduler.schedule()
             if not plan.is_empty:
                 now = time.perf_counter()
@@ -153,7 +155,7 @@ class Engine:
                 self._in_flight[-1] = self.runner.dispatch(plan)
                 self._counts.num_steps += 1
                 self._counts.num_mixed_steps += 0 < plan.num_decodes < len(plan.rows)
-                if len(self._in_flight) < self.config.depth:
+                if len(self._in_flight) < self._depth:
                     return True
         if not self._in_flight:
             return False
@@ -213,11 +215,10 @@ class Engine:
 
     # -- programs ---------------------------------------------------------------------------------
 
-    def _warm_up(self, shapes: Iterable[BatchShape]) -> None:
-        keys = self.runner.programs.keys(shapes)
-        self._announce(keys)
+    def _warm_up(self) -> None:
+        """Runs every program on padding: XLA captures a command buffer on the second run."""
         repeats = 1 if jax.default_backend() == "cpu" else 3
-        self.runner.warm_up(keys, repeats, lambda key: self._on_compile(0, True))
+        self.runner.warm_up(self.runner.programs.keys(self.runner.ladder.shapes), repeats)
 
     def _announce(self, keys: list[Key]) -> None:
         missing = self.runner.programs.missing(keys)

@@ -143,6 +143,13 @@ class Programs:
         analysis = self.get(key).memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
         return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
+    def largest_temporaries(self, shape: BatchShape) -> int:
+        """The most that a compiled program needs beside arguments and aliased results, and the outputs of one more
+        step of this shape, since those of two may be alive."""
+        logits = shape.num_rows * self.shapes.vocab_size * 4
+        outputs = logits + shape.num_tokens * self.hidden_size * self.dtype.itemsize
+        return outputs + max(map(self.temporary_bytes, self._compiled))
+
     # -- what each program is ---------------------------------------------------------------------
 
     def step_key(self, shape: BatchShape) -> Key:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,15 +120,12 @@ class Runner:
             return []
         return [token] if token >= 0 else None
 
-    def warm_up(self, keys: list[Key], repeats: int, on_done: Callable[[Key], None] = lambda key: None) -> float:
-        """Compiles programs and runs the steps on padding alone; seconds it took."""
-        start = time.perf_counter()
-        self.programs.compile(keys, on_done)
+    def warm_up(self, keys: list[Key], repeats: int) -> None:
+        """Runs compiled programs on padding alone, and waits for them."""
         for key in keys:
             for _ in range(repeats):
                 self._run_padding(key)
         jax.block_until_ready(self.caches)
-        return time.perf_counter() - start
 
     def _run_padding(self, key: Key) -> None:
         """Runs a program on rows that change nothing. A step brings its sampler along."""
