@@ -1,7 +1,7 @@
 """Cases of `paged_attention`, shared by its tests and benchmarks, and their inputs."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ class Spec:
     softcap: float | None = None
     has_sinks: bool = False
     dtype: str = "bfloat16"
+    cache_dtype: str | None = None  # that of q
+    has_scales: bool = False
     padding_rows: int = 0
     padding_tokens: int = 0
 
@@ -30,9 +32,13 @@ class Spec:
         return sum(self.query_lens) + self.padding_tokens
 
     @property
+    def kv_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.cache_dtype or self.dtype)
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that the batch's rows hold."""
-        return 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        return 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
 
     @property
     def flops(self) -> int:
@@ -63,6 +69,9 @@ def prefill(rows: int, new: int, cached: int = 0, **changes) -> Spec:
     return Spec((new,) * rows, (new + cached,) * rows, **(heads | changes))
 
 
+FP8 = {"cache_dtype": "float8_e4m3fn", "has_scales": True}
+
+
 def _ragged_decode() -> Spec:
     lengths = np.random.default_rng(5).integers(100, 2001, 256)
     return dataclasses.replace(decode(256, 1), seq_lens=tuple(int(n) for n in lengths))
@@ -75,6 +84,8 @@ DECODE_BENCHMARKS = {
     "decode 16 x 4,096": decode(16, 4096),
     "decode 1 x 32,768": decode(1, 32768),
     "decode 256 ragged 100..2,000": _ragged_decode(),
+    "decode fp8 256 x 1,024": decode(256, 1024, **FP8),
+    "decode fp8 32 x 8,192": decode(32, 8192, **FP8),
 }
 PREFILL_BENCHMARKS = {
     "prefill 8 x 1,024": prefill(8, 1024),
@@ -105,6 +116,13 @@ SMALL = {
         softcap=5.0,
         has_sinks=True,
     ),
+}
+# Small decode batches for what only some implementations can do.
+SMALL_DECODE = {
+    "decode, fp8": Spec((1, 1), (100, 64), num_heads=6, head_dim=128, padding_rows=1, padding_tokens=1, **FP8),
+    "decode, fp8, head_dim 80": Spec((1, 1), (100, 20), head_dim=80, block_size=16, window=70, **FP8),
+    "decode, head_dim 112": Spec((1, 1), (100, 64), num_heads=6, head_dim=112, block_size=128, has_sinks=True),
+    "decode, head_dim 256": Spec((1,), (100,), head_dim=256, softcap=5.0, has_scales=True),
 }
 WIDE = {
     f"{name}, head_dim {head_dim}, block {block_size}, {heads}/{kv_heads}, {dtype}": Spec(
@@ -151,12 +169,17 @@ def make_inputs(spec: Spec, seed: int, *, unused: float = float("nan")) -> Input
     keys = jax.random.split(jax.random.key(seed), 3)
     cache = (len(used), spec.num_kv_heads, block_size, spec.head_dim)
     fill = jax.jit(lambda x, used: jnp.where(used, x, jnp.asarray(unused, x.dtype)), donate_argnums=0)
+
+    @jax.jit
+    def random_cache(key: jax.Array) -> jax.Array:
+        return jax.random.normal(key, cache, dtype).astype(spec.kv_dtype)
+
     is_used = jnp.asarray(used)[:, None, :, None]
     is_token = (jnp.arange(spec.num_tokens) < starts[-1])[:, None, None]
     return Inputs(
         fill(jax.random.normal(keys[0], (spec.num_tokens, spec.num_heads, spec.head_dim), dtype), is_token),
-        fill(jax.random.normal(keys[1], cache, dtype), is_used),
-        fill(jax.random.normal(keys[2], cache, dtype), is_used),
+        fill(random_cache(keys[1]), is_used),
+        fill(random_cache(keys[2]), is_used),
         jnp.asarray(block_tables),
         jnp.asarray((*spec.seq_lens, *(0,) * spec.padding_rows), jnp.int32),
         jnp.asarray(starts, jnp.int32),
@@ -165,3 +188,19 @@ def make_inputs(spec: Spec, seed: int, *, unused: float = float("nan")) -> Input
 
 def make_sinks(spec: Spec) -> jax.Array | None:
     return jnp.linspace(-1.0, 2.0, spec.num_heads) if spec.has_sinks else None
+
+
+def make_scales(spec: Spec) -> dict[str, jax.Array]:
+    """The arguments k_scale and v_scale where the spec has such."""
+    return {"k_scale": jnp.float32(0.7), "v_scale": jnp.float32(1.3)} if spec.has_scales else {}
+
+
+def make_options(spec: Spec) -> dict[str, Any]:
+    """The keyword arguments of `paged_attention`."""
+    return {
+        "scale": spec.head_dim**-0.5,
+        "window": spec.window,
+        "softcap": spec.softcap,
+        "sinks": make_sinks(spec),
+        **make_scales(spec),
+    }

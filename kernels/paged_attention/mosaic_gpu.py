@@ -13,16 +13,13 @@ import functools
 import json
 import math
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.kernels.paged_attention.mosaic_gpu_decode import (
-    DecodeParams,
-    DecodePlan,
-    decode_attention,
-    plan_decode,
-)
+from jaxinfer.kernels.paged_attention.mosaic_gpu_decode import MAX_GROUP, check_decode_supported, decode_attention
+from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_plan import DecodeParams, DecodePlan, plan_decode
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill import (
     PrefillParams,
     PrefillPlan,
@@ -31,8 +28,7 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill import (
 )
 
 DEFAULT_DEVICE = "NVIDIA H200"
-HEAD_DIMS = (64, 128, 192)
-MAX_GROUP = 32
+HEAD_DIMS = (64, 128, 192)  # of both kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,20 +49,21 @@ class Plan:
 
 
 @functools.cache
-def tuned_params(head_dim: int, device_kind: str = DEFAULT_DEVICE) -> Params:
-    """Tuned parameters from `tuned/`; those of an H200 for a device without a file.
+def tuned_params(head_dim: int, *, is_fp8: bool = False, device_kind: str = DEFAULT_DEVICE) -> Params:
+    """Tuned parameters from `tuned/`; those of an H200 for a device without a file, defaults where that has none.
 
-    Raises:
-      NotImplementedError: no kernel for this head_dim.
+    Args:
+      is_fp8: the cache is fp8; without parameters of its own it has those of bf16.
     """
-    if head_dim not in HEAD_DIMS:
-        raise NotImplementedError(f"head_dim {head_dim} is not one of {HEAD_DIMS}")
     folder = pathlib.Path(__file__).parent / "tuned"
     path = folder / f"{device_kind.lower().replace(' ', '_')}.json"
     if not path.exists():
         path = folder / f"{DEFAULT_DEVICE.lower().replace(' ', '_')}.json"
-    entry = json.loads(path.read_text())[str(head_dim)]
-    return Params(DecodeParams(**entry["decode"]), PrefillParams(**entry["prefill"]))
+    tuned = json.loads(path.read_text())
+    entry = tuned.get(str(head_dim), {})
+    if is_fp8:
+        entry = entry | tuned.get(f"{head_dim} fp8", {})
+    return Params(DecodeParams(**entry.get("decode", {})), PrefillParams(**entry.get("prefill", {})))
 
 
 def plan(
@@ -79,6 +76,7 @@ def plan(
     head_dim: int,
     window: int | None = None,
     max_query_len: int | None = None,
+    is_fp8: bool = False,
     params: Params | None = None,
 ) -> Plan:
     """The work lists of a step, for every layer with these heads and this window.
@@ -89,9 +87,10 @@ def plan(
       num_tokens: T, the length of the padded batch.
       num_heads, num_kv_heads, head_dim, window: of the layers.
       max_query_len: a bound on a row's query tokens; 1 promises decode rows alone, which saves a launch a layer.
+      is_fp8: the caches are fp8.
       params: tuning; by default that of the head_dim on an H200.
     """
-    params = params or tuned_params(head_dim)
+    params = params or tuned_params(head_dim, is_fp8=is_fp8)
     prefill = None
     if max_query_len != 1:
         prefill = plan_prefill(
@@ -114,22 +113,46 @@ def check_supported(
     scale: float = 1.0,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    params: Params | None = None,
+    is_decode: bool = False,
 ) -> None:
-    """Raise NotImplementedError, with the values, for what the kernels cannot do."""
+    """Raise NotImplementedError, with the values, for what the kernels cannot do.
+
+    Args:
+      is_decode: only the decode kernel will run.
+    """
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
-    params = tuned_params(head_dim)
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or k_cache.dtype != q.dtype:
-        raise NotImplementedError(f"q {q.dtype} with a cache of {k_cache.dtype}: both must be bf16 or both f16")
-    if k_scale is not None or v_scale is not None:
-        raise NotImplementedError("k_scale and v_scale")
-    if num_heads // num_kv_heads > MAX_GROUP:
-        raise NotImplementedError(f"{num_heads} heads on {num_kv_heads} KV heads: more than {MAX_GROUP} a group")
-    for block_kv in (params.decode.block_kv, params.prefill.block_kv):
-        if block_size % 16 or max(block_kv, block_size) % min(block_kv, block_size):
-            raise NotImplementedError(f"block_size {block_size} with tiles of {block_kv} tokens")
     if not (scale > 0 and math.isfinite(scale)):
         raise NotImplementedError(f"scale {scale}")
+    params = params or tuned_params(head_dim, is_fp8=k_cache.dtype != q.dtype)
+    layer = {"group": num_heads // num_kv_heads, "head_dim": head_dim, "block_size": block_size}
+    check_decode_supported(q.dtype, k_cache.dtype, **layer, params=params.decode)
+    if not is_decode:
+        has_scales = k_scale is not None or v_scale is not None
+        _check_prefill(q.dtype, k_cache.dtype, **layer, has_scales=has_scales, params=params.prefill)
+
+
+def _check_prefill(
+    q_dtype: Any,
+    cache_dtype: Any,
+    *,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    has_scales: bool,
+    params: PrefillParams,
+) -> None:
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"head_dim {head_dim} is not one of {HEAD_DIMS}")
+    if q_dtype not in (jnp.bfloat16, jnp.float16) or cache_dtype != q_dtype:
+        raise NotImplementedError(f"q {q_dtype} with a cache of {cache_dtype}: both must be bf16 or both f16")
+    if has_scales:
+        raise NotImplementedError("k_scale and v_scale")
+    if group > MAX_GROUP:
+        raise NotImplementedError(f"{group} query heads a KV head: more than {MAX_GROUP}")
+    if block_size % 16 or max(params.block_kv, block_size) % min(params.block_kv, block_size):
+        raise NotImplementedError(f"block_size {block_size} with tiles of {params.block_kv} tokens")
 
 
 def paged_attention(
@@ -149,9 +172,9 @@ def paged_attention(
     step_plan: Plan | None = None,
 ) -> jax.Array:
     """See `api.paged_attention`. `step_plan` is what `plan` made of this step for layers of this `window`."""
-    check_supported(q, k_cache, scale=scale, k_scale=k_scale, v_scale=v_scale)
     num_tokens, num_heads, head_dim = q.shape
     if step_plan is None:
+        check_supported(q, k_cache, scale=scale, k_scale=k_scale, v_scale=v_scale)
         step_plan = plan(
             seq_lens,
             query_start_loc,
@@ -160,11 +183,15 @@ def paged_attention(
             num_kv_heads=k_cache.shape[1],
             head_dim=head_dim,
             window=window,
+            is_fp8=k_cache.dtype != q.dtype,
         )
+    else:
+        check_supported(q, k_cache, scale=scale, k_scale=k_scale, v_scale=v_scale, is_decode=step_plan.prefill is None)
     if step_plan.decode.window != window:
         raise ValueError(f"a plan for window {step_plan.decode.window} in a layer of window {window}")
     options = {"scale": scale, "softcap": softcap, "sinks": sinks}
-    out = decode_attention(q, k_cache, v_cache, block_tables, step_plan.decode, **options)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    out = decode_attention(q, k_cache, v_cache, block_tables, step_plan.decode, **options, **scales)
     if step_plan.prefill is None:
         return out
     return prefill_attention(q, k_cache, v_cache, block_tables, step_plan.prefill, out, **options)

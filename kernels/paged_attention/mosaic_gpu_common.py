@@ -1,11 +1,13 @@
 """What the Hopper decode and prefill kernels share."""
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 NEG_INF = -1e30  # finite: -inf - -inf is NaN
@@ -18,11 +20,35 @@ def leading_decode_rows(seq_lens: jax.Array, query_start_loc: jax.Array) -> jax.
     return jnp.cumprod((jnp.diff(query_start_loc) == 1) & (seq_lens > 0)) == 1
 
 
-def swizzled_smem(shape: tuple[int, ...], dtype: Any) -> pl.MemoryRef:
-    """Shared memory in the layout of wgmma operands."""
-    swizzle = plgpu.find_swizzle(shape[-1] * jnp.dtype(dtype).itemsize * 8)
+def swizzled_smem(shape: tuple[int, ...], dtype: Any, *, like: int | None = None) -> pl.MemoryRef:
+    """Shared memory in the layout of wgmma operands, the layout for rows of `like` elements if that is given.
+
+    Both operands of a wgmma must have the same.
+    """
+    swizzle = plgpu.find_swizzle((like or shape[-1]) * jnp.dtype(dtype).itemsize * 8)
     tiling = plgpu.TilingTransform((TILE_ROWS, swizzle // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+
+@functools.cache
+def copy_layout(columns: int, itemsize: int) -> Any:
+    """Registers [64 i, columns] on their way into `swizzled_smem` of elements of this many bytes.
+
+    A thread holds 8 neighbours of a row, a quarter of a warp a row of a swizzle tile: neither reading rows that lie
+    one after the other nor writing swizzled ones has two threads at a bank.
+    """
+    width = plgpu.find_swizzle(columns * itemsize * 8) // itemsize
+    if columns % (2 * width) == 0 and width == 64:
+        width *= 2
+    rows = 32 // (width // 8)
+    layout = fragments.TiledLayout(
+        fragments.Tiling(((4 * rows, width), (rows, width), (8,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+        _check_canonical=False,
+    ).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
 def zero_rows_outside(ref: Any, low: jax.Array | int, high: jax.Array | int) -> None:
@@ -31,10 +57,10 @@ def zero_rows_outside(ref: Any, low: jax.Array | int, high: jax.Array | int) -> 
     Works on squares of 64, since the whole tile would not fit beside an accumulator in registers.
     """
     rows, columns = ref.shape
-    width = min(64, columns)
     for row in range(0, rows, 64):
-        index = plgpu.broadcasted_iota(jnp.int32, (64, width), 0, layout=plgpu.Layout.WGMMA) + row
-        for column in range(0, columns, width):
+        for column in range(0, columns, 64):
+            width = min(64, columns - column)
+            index = plgpu.broadcasted_iota(jnp.int32, (64, width), 0, layout=plgpu.Layout.WGMMA) + row
             part = ref.at[pl.ds(row, 64), pl.ds(column, width)]
             value = plgpu.load(part, layout=plgpu.Layout.WGMMA)
             part[...] = jnp.where((index < high) & (index >= low), value, jnp.zeros_like(value))

@@ -1,19 +1,7 @@
 """Paged decode attention for Hopper: one query token a row, K and V read exactly once, one kernel.
 
-The work is the list of K/V tiles of every (row, kv head), laid end to end and cut into equal shares, one a
-CTA (flash-decoding, split as in stream-K, arXiv 2301.03598). A CTA may begin inside one item and end inside
-another, so ragged lengths, one long row and hundreds of short rows all keep every SM equally busy:
-
-    item     (row 0, head 0)      (row 0, head 1)      (row 1, head 0) ...
-    tiles    |0 1 2 3 4 5 6 7|    |0 1 2 3 4 5 6 7|    |0 1 2|
-    CTA      |---- 0 ----|----- 1 -----|------ 2 ------|----- 3 ...
-    order         b         a      b       a       b        a      a CTA runs its pieces from last to first
-
-The CTA with an item's last tile owns the item: it waits for the other CTAs' partial results, merges them and
-writes the output. The others ran that piece first and the owner runs it last, so the wait is short; owners
-wait only for CTAs of lower number, which were started before them, so they cannot deadlock.
-
-Inside a CTA, two warpgroups and a ring of `num_stages` K and V tiles in shared memory:
+How the rows are cut over CTAs is in `mosaic_gpu_decode_plan.py`. Inside a CTA, two warpgroups and a ring of
+`num_stages` K and V tiles in shared memory:
 
     producer   page id -> TMA K[s] -> TMA V[s] -> page id -> ...        waits on k_free[s], v_free[s]
                      |           |
@@ -22,14 +10,18 @@ Inside a CTA, two warpgroups and a ring of `num_stages` K and V tiles in shared 
     consumer   S' = K Q'  -> mask, online softmax over rows of S' -> P in SMEM -> O' += V' P
 
 Everything is computed transposed (' is a transpose): tokens are the M of the first product and head_dim the M
-of the second, so the few query heads of a group are a wgmma N of 8, not an M padded to 64.
+of the second, so the few query heads of a group are a wgmma N of 8, not an M padded to 64. A head_dim that is no
+multiple of 64 has its last 64 columns as a second, overlapping M (80: columns 0..63 and 16..79), so that no tile is
+padded; what the overlap holds is computed and stored twice.
+
+An fp8 cache arrives in tiles as they lie in memory. The consumer turns each into f16 (which holds every e4m3 value) in
+a second, swizzled tile, V while the first product runs, and both products are those of f16: wgmma takes fp8 operands
+only along K, which V' is not, and would want q and the probabilities rounded to fp8 as well.
 
 The bound is device memory: 2 * tokens * kv_heads * head_dim * itemsize bytes over the reading rate.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,139 +35,34 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu_common import (
     LOG2E,
     NEG_INF,
     TILE_ROWS,
-    leading_decode_rows,
+    copy_layout,
     pad_rows,
     swizzled_smem,
     zero_rows_outside,
 )
+from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_plan import DecodeParams, DecodePlan, walk
 
 MIN_GROUP = 8  # smallest wgmma N
+MAX_GROUP = 32
 MERGE_UNROLL = 4  # partial results in flight while merging
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+F16_MAX = 65504.0
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeParams:
-    """Tuning of the decode kernel.
-
-    block_kv: tokens a tile, a multiple of 64. num_stages: K and V tiles in flight a CTA.
-    ctas_per_sm: CTAs meant to share an SM. min_share: tiles a CTA gets at least, so that short contexts are
-    not cut into crumbs. num_sms: SMs of the device.
-    """
-
-    block_kv: int = 64
-    num_stages: int = 2
-    ctas_per_sm: int = 2
-    min_share: int = 1
-    num_sms: int = 132
-
-    def __post_init__(self) -> None:
-        if self.block_kv % 64 or self.block_kv <= 0:
-            raise ValueError(f"block_kv must be a positive multiple of 64, got {self.block_kv}")
-        if self.num_stages < 2:
-            raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
-
-    @property
-    def num_ctas(self) -> int:
-        return self.num_sms * self.ctas_per_sm
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["row_info", "cta_work", "share", "num_tokens", "arrivals"],
-    meta_fields=["params", "num_kv_heads", "window"],
-)
-@dataclasses.dataclass(frozen=True)
-class DecodePlan:
-    """How one step's decode rows are cut over CTAs; computed once a step, shared by every layer of a kind.
-
-    row_info[S, 3]   tiles of one head, first tile, seq_len; zeros for rows that are not decode rows
-    cta_work[C, 4]   row, kv head and tile (exclusive) where a CTA's share ends, and how many tiles it has
-    share[1]         tiles a CTA
-    num_tokens[1]    real tokens in the batch
-    arrivals[C]      zeros: counters of finished partial results by owning CTA, which every launch counts up
-                     and leaves at zero again, so that no layer needs a kernel to clear them
-    """
-
-    row_info: jax.Array
-    cta_work: jax.Array
-    share: jax.Array
-    num_tokens: jax.Array
-    arrivals: jax.Array
-    params: DecodeParams
-    num_kv_heads: int
-    window: int | None
-
-
-def plan_decode(
-    seq_lens: jax.Array,  # [S] int32
-    query_start_loc: jax.Array,  # [S + 1] int32
-    *,
-    num_kv_heads: int,
-    window: int | None = None,
-    params: DecodeParams = DecodeParams(),
-) -> DecodePlan:
-    """Cut the decode rows (the leading rows of exactly one token) into equal shares of K/V tiles."""
-    seq_lens = jnp.where(leading_decode_rows(seq_lens, query_start_loc), seq_lens, 0)
-    first_key = jnp.zeros_like(seq_lens) if window is None else jnp.maximum(seq_lens - window, 0)
-    first_tile = first_key // params.block_kv
-    num_tiles = pl.cdiv(seq_lens, params.block_kv) - first_tile
-
-    row_end = jnp.cumsum(num_tiles * num_kv_heads)
-    total = row_end[-1]
-    share = jnp.maximum(pl.cdiv(total, params.num_ctas), params.min_share)
-    begin = jnp.minimum(jnp.arange(params.num_ctas, dtype=jnp.int32) * share, total)
-    count = jnp.minimum(total - begin, share)
-    last = jnp.maximum(begin + count - 1, 0)
-    row = jnp.sum(row_end[None, :] <= last[:, None], axis=1, dtype=jnp.int32)
-    row = jnp.minimum(row, seq_lens.shape[0] - 1)
-    tiles = jnp.maximum(num_tiles[row], 1)
-    offset = last - (row_end[row] - num_tiles[row] * num_kv_heads)
-    cta_work = jnp.stack([row, offset // tiles, offset % tiles + 1, count], axis=1)
-    return DecodePlan(
-        row_info=jnp.stack([num_tiles, first_tile, seq_lens], axis=1),
-        cta_work=cta_work.astype(jnp.int32),
-        share=share.reshape(1).astype(jnp.int32),
-        num_tokens=query_start_loc[-1:],
-        arrivals=jnp.minimum(count, 0).astype(jnp.int32),
-        params=params,
-        num_kv_heads=num_kv_heads,
-        window=window,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    """The tiles of one (row, kv head) that one CTA computes; every field is an int32 scalar."""
-
-    index: jax.Array  # of this piece in its CTA
-    step: jax.Array  # tiles the CTA has done before it
-    row: jax.Array
-    head: jax.Array
-    seq_len: jax.Array
-    tile: jax.Array  # first tile, counted from the row's start
-    count: jax.Array
-    before: jax.Array  # tiles of this item before the piece, in CTAs of lower number
-    after: jax.Array  # tiles of this item after the piece; 0: this CTA owns the item
-
-
-def _walk(cta_work_ref: Any, row_info_ref: Any, num_kv_heads: int, body: Callable[[_Piece], None]):
-    """Run `body` on every piece of this CTA, last to first; returns (tiles, pieces) done."""
-    cta = lax.axis_index("cta")
-    row, head, end, total = (cta_work_ref[cta, i] for i in range(4))
-
-    def step(state):
-        index, row, head, done = state
-        num_tiles, first_tile, seq_len = (row_info_ref[row, i] for i in range(3))
-        last = jnp.where(index == 0, end, num_tiles)
-        count = jnp.minimum(last, total - done)
-        before = last - count
-        body(_Piece(index, done, row, head, seq_len, first_tile + before, count, before, num_tiles - last))
-        row = jnp.maximum(jnp.where(head == 0, row - 1, row), 0)
-        return index + 1, row, jnp.where(head == 0, num_kv_heads - 1, head - 1), done + count
-
-    init = (jnp.int32(0), row, head, jnp.int32(0))
-    pieces, _, _, tiles = lax.while_loop(lambda state: state[3] < total, step, init)
-    return tiles, pieces
+def check_decode_supported(
+    q_dtype: Any, cache_dtype: Any, *, group: int, head_dim: int, block_size: int, params: DecodeParams
+) -> None:
+    """Raise NotImplementedError, with the values, for what the decode kernel cannot do."""
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"head_dim {head_dim} is not one of {HEAD_DIMS}")
+    if q_dtype not in (jnp.bfloat16, jnp.float16) or cache_dtype not in (q_dtype, jnp.float8_e4m3fn):
+        raise NotImplementedError(
+            f"q {q_dtype} with a cache of {cache_dtype}: q must be bf16 or f16, the cache the same or fp8 e4m3"
+        )
+    if group > MAX_GROUP:
+        raise NotImplementedError(f"{group} query heads a KV head: more than {MAX_GROUP}")
+    if block_size % 16 or max(params.block_kv, block_size) % min(params.block_kv, block_size):
+        raise NotImplementedError(f"block_size {block_size} with tiles of {params.block_kv} tokens")
 
 
 def _arrive(counter_ref: Any) -> None:
@@ -200,40 +87,53 @@ def _await(counter_ref: Any, value: jax.Array) -> None:
     wait(counter_ref, value)
 
 
+def _product_rows(head_dim: int) -> list[tuple[int, int]]:
+    """(first, number) of the rows of O' that each product with V' computes; numbers are multiples of 64."""
+    whole = head_dim // 64 * 64
+    return [(0, whole)] if whole == head_dim else [(0, whole), (head_dim - 64, 64)]
+
+
 def _decode_kernel(
     q_ref,  # [T * KVH * q_stride, D]
     k_ref,  # [N, KVH, BS, D]
     v_ref,  # [N, KVH, BS, D]
     block_tables_ref,  # [S, M]
     row_info_ref,  # [S, 3]
-    cta_work_ref,  # [C, 4]
-    share_ref,  # [1]
+    cta_work_ref,  # [C, 8]
     num_tokens_ref,  # [1]
     arrivals_ref,  # [C]
-    *refs,  # sinks [KVH, padded group] where there are any; then the outputs
+    *refs,  # scales [2] and sinks [KVH, padded group] where there are any; then the outputs
     group: int,
     scale: float,
     window: int | None,
     softcap: float | None,
+    has_scales: bool,
+    has_sinks: bool,
     params: DecodeParams,
 ):
-    *sinks_ref, out_ref, part_out_ref, part_max_ref, part_sum_ref = refs
+    *optional, out_ref, part_out_ref, part_max_ref, part_sum_ref = refs
+    scales_ref = optional.pop(0) if has_scales else None
+    sinks_ref = optional.pop(0) if has_sinks else None
     _, num_kv_heads, block_size, head_dim = k_ref.shape
     block_kv, stages = params.block_kv, params.num_stages
+    is_quantised = k_ref.dtype != q_ref.dtype
     padded_group = part_out_ref.shape[-1]
     # Groups that would straddle the swizzle tiles of a TMA copy come padded.
     q_stride = padded_group if group % TILE_ROWS and TILE_ROWS % group else group
     copy_tokens = min(block_size, block_kv)
     num_copies = block_kv // copy_tokens
-    scores_shape, out_shape = (block_kv, padded_group), (head_dim, padded_group)
+    scores_shape, tile_shape = (block_kv, padded_group), (block_kv, head_dim)
+    blocks = _product_rows(head_dim)
     cta = lax.axis_index("cta")
 
     @functools.partial(
         pl.run_scoped,
         q_smem=swizzled_smem((2, padded_group, head_dim), q_ref.dtype),
-        k_smem=swizzled_smem((stages, block_kv, head_dim), k_ref.dtype),
-        v_smem=swizzled_smem((stages, block_kv, head_dim), v_ref.dtype),
-        p_smem=swizzled_smem((padded_group, block_kv), v_ref.dtype),
+        kv_smem=[plgpu.SMEM((stages, *tile_shape), k_ref.dtype)] * 2
+        if is_quantised
+        else [swizzled_smem((stages, *tile_shape), k_ref.dtype)] * 2,
+        whole_smem=[swizzled_smem(tile_shape, q_ref.dtype)] * 2 if is_quantised else [],
+        p_smem=swizzled_smem((padded_group, block_kv), q_ref.dtype, like=head_dim),
         o_smem=plgpu.SMEM((padded_group, head_dim), out_ref.dtype),
         q_ready=plgpu.Barrier(num_barriers=2),
         k_ready=plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
@@ -243,8 +143,9 @@ def _decode_kernel(
         v_free=plgpu.Barrier(num_barriers=stages),
         collective_axes="wg",
     )
-    def _scope(q_smem, k_smem, v_smem, p_smem, o_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free):
+    def _scope(q_smem, kv_smem, whole_smem, p_smem, o_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free):
         wg = lax.axis_index("wg")
+        k_smem, v_smem = kv_smem
 
         @pl.when(wg == 1)
         def _producer():
@@ -256,6 +157,7 @@ def _decode_kernel(
 
             def load_piece(piece):
                 q_slot = lax.rem(piece.index, 2)
+                first_pages = page_ids(piece, piece.tile)
 
                 @pl.when(piece.index >= 2)
                 def _():
@@ -285,9 +187,9 @@ def _decode_kernel(
                             )
                     return next_pages
 
-                lax.fori_loop(0, piece.count, load_tile, page_ids(piece, piece.tile))
+                lax.fori_loop(0, piece.count, load_tile, first_pages)
 
-            tiles, pieces = _walk(cta_work_ref, row_info_ref, num_kv_heads, load_piece)
+            tiles, pieces = walk(cta_work_ref, row_info_ref, num_kv_heads, load_piece)
 
             def drain(count, depth, *barriers):
                 def wait(i, _):
@@ -303,6 +205,8 @@ def _decode_kernel(
         def _consumer():
             head_layout = plgpu.Layout.WGMMA.reduce(0)
             token_ids = plgpu.broadcasted_iota(jnp.int32, scores_shape, 0, layout=plgpu.Layout.WGMMA)
+            padding = num_tokens_ref[0] + cta  # this CTA's first token past the batch
+            k_scale, v_scale = (scales_ref[0], scales_ref[1]) if scales_ref is not None else (1.0, None)
 
             def full(value, shape, layout=plgpu.Layout.WGMMA):
                 return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
@@ -310,26 +214,40 @@ def _decode_kernel(
             def per_head(x, shape):
                 return lax.broadcast_in_dim(x, shape, [1])
 
+            def widen(tile, whole, free):
+                """An fp8 tile as f16 where wgmma reads it; the tile is free then."""
+                values = plgpu.load(tile, layout=copy_layout(head_dim, whole.dtype.itemsize))
+                whole[...] = values.astype(whole.dtype)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(free)
+
             def attend_tile(i, carry, piece):
                 acc, m, total = carry
                 slot = lax.rem(piece.step + i, stages)
                 base = (piece.tile + i) * block_kv
                 high = piece.seq_len - base
                 low = 0 if window is None else high - window
+                k_tile, v_tile = whole_smem if is_quantised else (k_smem.at[slot], v_smem.at[slot])
 
                 plgpu.barrier_wait(k_ready.at[slot])
+                if is_quantised:
+                    widen(k_smem.at[slot], k_tile, k_free.at[slot])
 
                 def scores(s_ref):
                     q = q_smem.at[lax.rem(piece.index, 2)]
-                    plgpu.wgmma(s_ref, k_smem.at[slot], q.transpose((1, 0)))
+                    plgpu.wgmma(s_ref, k_tile, q.transpose((1, 0)))
+                    if is_quantised:
+                        plgpu.barrier_wait(v_ready.at[slot])
+                        widen(v_smem.at[slot], v_tile, v_free.at[slot])
                     return s_ref[...]
 
                 s = pl.run_scoped(scores, plgpu.ACC(scores_shape, jnp.float32))
-                plgpu.barrier_arrive(k_free.at[slot])
+                if not is_quantised:
+                    plgpu.barrier_arrive(k_free.at[slot])
                 if softcap is None:
-                    s *= scale * LOG2E
+                    s *= scale * LOG2E * k_scale
                 else:
-                    s = jnp.tanh(s * (scale / softcap)) * (softcap * LOG2E)
+                    s = jnp.tanh(s * (scale / softcap * k_scale)) * (softcap * LOG2E)
                 in_row = token_ids < high
                 if window is not None:
                     in_row &= token_ids >= low
@@ -343,20 +261,38 @@ def _decode_kernel(
                 p_smem.transpose((1, 0))[...] = p
                 plgpu.commit_smem()
 
-                plgpu.barrier_wait(v_ready.at[slot])
+                if not is_quantised:
+                    plgpu.barrier_wait(v_ready.at[slot])
 
                 @pl.when((high < block_kv) | (low > 0))
                 def _zero_unused_values():  # 0 * NaN is NaN, so a probability of 0 is not enough
-                    zero_rows_outside(v_smem.at[slot], low, high)
+                    zero_rows_outside(v_tile, low, high)
                     plgpu.commit_smem()
 
-                def weighted_values(acc_ref):
-                    plgpu.wgmma(acc_ref, v_smem.at[slot].transpose((1, 0)), p_smem.transpose((1, 0)))
-                    return acc_ref[...]
+                def weighted_values(*acc_refs):
+                    for (first, count), acc_ref in zip(blocks, acc_refs, strict=True):
+                        v = v_tile if count == head_dim else v_tile.at[:, pl.ds(first, count)]
+                        plgpu.wgmma(acc_ref, v.transpose((1, 0)), p_smem.transpose((1, 0)))
+                    return tuple(acc_ref[...] for acc_ref in acc_refs)
 
-                pv = pl.run_scoped(weighted_values, plgpu.ACC(out_shape, jnp.float32))
-                plgpu.barrier_arrive(v_free.at[slot])
-                return acc * per_head(alpha, out_shape) + pv, m_new, total
+                accumulators = [plgpu.ACC((count, padded_group), jnp.float32) for _, count in blocks]
+                pv = pl.run_scoped(weighted_values, *accumulators)
+                if not is_quantised:
+                    plgpu.barrier_arrive(v_free.at[slot])
+                return _scaled_sum(acc, alpha, pv), m_new, total
+
+            def _scaled_sum(acc, alpha, other, weight=None):
+                """acc * alpha + other * weight, of all products' rows."""
+                sums = []
+                for a, b in zip(acc, other, strict=True):
+                    b = b if weight is None else b * per_head(weight, b.shape)
+                    sums.append(a * per_head(alpha, a.shape) + b)
+                return tuple(sums)
+
+            def part_rows(cta):
+                """A CTA's partial result in device memory, by product."""
+                starts = [sum(count for _, count in blocks[:i]) for i in range(len(blocks))]
+                return [part_out_ref.at[cta, pl.ds(s, count)] for s, (_, count) in zip(starts, blocks, strict=True)]
 
             def merge_parts(i, carry, first, count):
                 """Fold MERGE_UNROLL partial results into the running one; their loads overlap."""
@@ -366,7 +302,7 @@ def _decode_kernel(
                     at = i * MERGE_UNROLL + j
                     source = first + jnp.minimum(at, count - 1)
                     loaded = (
-                        plgpu.load(part_out_ref.at[source], layout=plgpu.Layout.WGMMA, optimized=False),
+                        [plgpu.load(x, layout=plgpu.Layout.WGMMA, optimized=False) for x in part_rows(source)],
                         plgpu.load(part_max_ref.at[source], layout=head_layout, optimized=False),
                         plgpu.load(part_sum_ref.at[source], layout=head_layout, optimized=False),
                     )
@@ -375,14 +311,25 @@ def _decode_kernel(
                     part_m = jnp.where(is_real, part_m, full(NEG_INF, m.shape, head_layout))
                     m_new = jnp.maximum(m, part_m)
                     alpha, weight = jnp.exp2(m - m_new), jnp.exp2(part_m - m_new)
-                    acc = acc * per_head(alpha, out_shape) + part_acc * per_head(weight, out_shape)
+                    acc = _scaled_sum(acc, alpha, part_acc, weight)
                     m, total = m_new, total * alpha + part_l * weight
                 return acc, m, total
+
+            def stage_output(products):
+                """Put O, by product, where TMA takes it from."""
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                for (first, count), rows in zip(blocks, products, strict=True):
+                    rows = plgpu.layout_cast(rows.astype(out_ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+                    o_smem.at[:, pl.ds(first, count)].transpose((1, 0))[...] = rows
+                plgpu.commit_smem()
+
+            def zeros():
+                return tuple(full(0, (count, padded_group)) for _, count in blocks)
 
             def attend_piece(piece):
                 plgpu.barrier_wait(q_ready.at[lax.rem(piece.index, 2)])
                 init = (
-                    full(0, out_shape),
+                    zeros(),
                     full(NEG_INF, (padded_group,), head_layout),
                     full(0, scores_shape),
                 )
@@ -390,52 +337,45 @@ def _decode_kernel(
                 acc, m, total = lax.fori_loop(0, piece.count, attend, init)
                 plgpu.barrier_arrive(q_free.at[lax.rem(piece.index, 2)])
                 total = total.sum(axis=0)
-                share = share_ref[0]
 
                 @pl.when(piece.after > 0)
                 def _hand_over():
-                    part_out_ref[cta] = acc
+                    for ref, rows in zip(part_rows(cta), acc, strict=True):
+                        ref[...] = rows
                     part_max_ref[cta] = m
                     part_sum_ref[cta] = total
-                    owner = cta + pl.cdiv(piece.after, share)
+                    owner = cta + pl.cdiv(piece.after, piece.share)
                     _arrive(arrivals_ref.at[pl.ds(owner, 1)])
 
                 @pl.when(piece.after == 0)
                 def _finish():
-                    others = pl.cdiv(piece.before, share)
+                    others = pl.cdiv(piece.before, piece.share)
 
                     @pl.when(others > 0)
                     def _():
                         _await(arrivals_ref.at[pl.ds(cta, 1)], others)
 
                     merge = functools.partial(merge_parts, first=cta - others, count=others)
-                    merged, merged_m, merged_total = lax.fori_loop(
-                        0, pl.cdiv(others, MERGE_UNROLL), merge, (acc, m, total)
-                    )
-                    if sinks_ref:
-                        sink = plgpu.load(sinks_ref[0].at[piece.head], layout=head_layout, optimized=False)
+                    steps = pl.cdiv(others, MERGE_UNROLL)
+                    merged, merged_m, merged_total = lax.fori_loop(0, steps, merge, (acc, m, total))
+                    if sinks_ref is not None:
+                        sink = plgpu.load(sinks_ref.at[piece.head], layout=head_layout, optimized=False)
                         sink_max = jnp.maximum(merged_m, sink)
                         alpha = jnp.exp2(merged_m - sink_max)
-                        merged *= per_head(alpha, out_shape)
+                        merged = tuple(x * per_head(alpha, x.shape) for x in merged)
                         merged_total = merged_total * alpha + jnp.exp2(sink - sink_max)
-                    out = (merged / per_head(merged_total, out_shape)).astype(out_ref.dtype)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    o_smem.transpose((1, 0))[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-                    plgpu.commit_smem()
+                    out = tuple(x / per_head(merged_total, x.shape) for x in merged)
+                    stage_output(out if v_scale is None else tuple(x * v_scale for x in out))
                     plgpu.copy_smem_to_gmem(
                         o_smem.at[pl.ds(0, group)], out_ref.at[piece.row, pl.ds(piece.head * group, group)]
                     )
 
-            _walk(cta_work_ref, row_info_ref, num_kv_heads, attend_piece)
-
-            padding = num_tokens_ref[0] + cta  # this CTA's first token past the batch
+            walk(cta_work_ref, row_info_ref, num_kv_heads, attend_piece)
             num_ctas = cta_work_ref.shape[0]
 
             @pl.when(padding < out_ref.shape[0])
             def _zero_padding():
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                o_smem[...] = jnp.zeros(o_smem.shape, o_smem.dtype)
-                plgpu.commit_smem()
+                stage_output(zeros())
 
                 def zero_token(i, _):
                     for head in range(0, num_kv_heads * group, group):
@@ -445,7 +385,7 @@ def _decode_kernel(
 
                 lax.fori_loop(0, pl.cdiv(out_ref.shape[0] - padding, num_ctas), zero_token, None)
 
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def decode_attention(
@@ -458,27 +398,46 @@ def decode_attention(
     scale: float,
     softcap: float | None = None,
     sinks: jax.Array | None = None,  # [H]
+    k_scale: jax.Array | None = None,  # float32 scalar
+    v_scale: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of the batch's decode rows [T, H, D]; tokens past the batch are 0, other rows' undefined."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, params = plan.num_kv_heads, plan.params
     group = num_heads // num_kv_heads
     padded_group = pl.cdiv(group, MIN_GROUP) * MIN_GROUP
+    out_dtype = q.dtype
 
+    if k_cache.dtype == jnp.float8_e4m3fn:
+        q = jnp.clip(q, -F16_MAX, F16_MAX).astype(jnp.float16)
     if group % TILE_ROWS and TILE_ROWS % group:  # a group may not straddle the swizzle tiles that TMA copies
         q = q.reshape(num_tokens, num_kv_heads, group, head_dim)
         q = jnp.pad(q, ((0, 0), (0, 0), (0, padded_group - group), (0, 0)))
     q = pad_rows(q.reshape(-1, head_dim), multiple=TILE_ROWS)
     operands = [q, k_cache, v_cache, block_tables, plan.row_info, plan.cta_work]
-    operands += [plan.share, plan.num_tokens, plan.arrivals]
+    operands += [plan.num_tokens, plan.arrivals]
+    has_scales = k_scale is not None or v_scale is not None
+    if has_scales:
+        scales = [jnp.float32(1) if x is None else x for x in (k_scale, v_scale)]
+        operands.append(jnp.stack(scales).astype(jnp.float32))
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group) * LOG2E
         operands.append(jnp.pad(sinks, ((0, 0), (0, padded_group - group))))
+    rows = sum(count for _, count in _product_rows(head_dim))
     kernel = plgpu.kernel(
-        functools.partial(_decode_kernel, group=group, scale=scale, window=plan.window, softcap=softcap, params=params),
+        functools.partial(
+            _decode_kernel,
+            group=group,
+            scale=scale,
+            window=plan.window,
+            softcap=softcap,
+            has_scales=has_scales,
+            has_sinks=sinks is not None,
+            params=params,
+        ),
         out_type=(
-            jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), q.dtype),
-            jax.ShapeDtypeStruct((params.num_ctas, head_dim, padded_group), jnp.float32),
+            jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), out_dtype),
+            jax.ShapeDtypeStruct((params.num_ctas, rows, padded_group), jnp.float32),
             jax.ShapeDtypeStruct((params.num_ctas, padded_group), jnp.float32),
             jax.ShapeDtypeStruct((params.num_ctas, padded_group), jnp.float32),
         ),

@@ -63,7 +63,7 @@ def programs(spec: Spec, num_sms: int) -> tuple[Callable[..., mosaic_gpu.Plan], 
         max_query_len=max(spec.query_lens),
         params=small_params(spec.head_dim, num_sms=num_sms),
     )
-    return jax.jit(make_plan), jax.jit(partial(mosaic_gpu.paged_attention, **options(spec)))
+    return jax.jit(make_plan), jax.jit(partial(mosaic_gpu.paged_attention, **arg_specs.make_options(spec)))
 
 
 def run(spec: Spec, inputs: arg_specs.Inputs, *, num_sms: int = 2, detect_races: bool = True) -> jax.Array:
@@ -73,26 +73,17 @@ def run(spec: Spec, inputs: arg_specs.Inputs, *, num_sms: int = 2, detect_races:
         return jax.block_until_ready(attend(*inputs, step_plan=step_plan))
 
 
-def options(spec: Spec) -> dict:
-    return {
-        "scale": spec.head_dim**-0.5,
-        "window": spec.window,
-        "softcap": spec.softcap,
-        "sinks": arg_specs.make_sinks(spec),
-    }
-
-
 def assert_close(spec: Spec, inputs: arg_specs.Inputs, out: jax.Array) -> None:
     tokens = int(inputs.query_start_loc[-1])
-    expected = jax.jit(partial(reference.paged_attention, **options(spec)))(*inputs)
+    expected = jax.jit(partial(reference.paged_attention, **arg_specs.make_options(spec)))(*inputs)
     got, expected = (np.asarray(x[:tokens].astype(jnp.float32)) for x in (out, expected))
     assert np.linalg.norm(got - expected) < 5e-3 * np.linalg.norm(expected)
     assert not np.asarray(out[tokens:].astype(jnp.float32)).any()
 
 
-@pytest.mark.parametrize("name", arg_specs.SMALL)
+@pytest.mark.parametrize("name", arg_specs.SMALL | arg_specs.SMALL_DECODE)
 def test_matches_the_reference(name: str) -> None:
-    spec = arg_specs.SMALL[name]
+    spec = (arg_specs.SMALL | arg_specs.SMALL_DECODE)[name]
     inputs = arg_specs.make_inputs(spec, seed=0)
     assert_close(spec, inputs, run(spec, inputs, num_sms=1))
 
@@ -113,7 +104,7 @@ def test_unused_slots_change_no_bit() -> None:
         k_cache=poisoned.k_cache.at[block, :, :first_key].set(jnp.nan),
         v_cache=poisoned.v_cache.at[block, :, :first_key].set(jnp.nan),
     )
-    a, b = (np.asarray(run(spec, x).astype(jnp.float32)) for x in (clean, poisoned))
+    a, b = (np.asarray(run(spec, x, num_sms=1).astype(jnp.float32)) for x in (clean, poisoned))
     np.testing.assert_array_equal(a, b)
 
 
@@ -127,7 +118,9 @@ def test_plan_covers_every_tile_once() -> None:
         tiles = -(-lengths // params.block_kv)
         order = [(r, h, t) for r in range(rows) for h in range(kv_heads) for t in range(tiles[r])]
         done: list[tuple[int, int, int]] = []
-        for row, head, end, count in np.asarray(plan.cta_work):
+        for row, head, end, count, *info, share in np.asarray(plan.cta_work):
+            assert list(info) == list(np.asarray(plan.row_info)[row])
+            assert count <= share
             if count:
                 last = order.index((row, head, end - 1))
                 done += order[last - count + 1 : last + 1]
@@ -163,7 +156,7 @@ def test_query_tiles_begin_at_swizzle_tiles() -> None:
         ({"head_dim": 80}, "head_dim 80"),
         ({"block_size": 48}, "block_size 48"),
         ({"dtype": "float32"}, "float32"),
-        ({"num_heads": 65, "num_kv_heads": 1}, "65 heads"),
+        ({"num_heads": 65, "num_kv_heads": 1}, "65 query heads"),
     ],
 )
 def test_says_what_it_cannot_do(change: dict, words: str) -> None:
