@@ -149,6 +149,7 @@ class AttentionMetadata:
     seq_lens: jax.Array  # int32 [S]: this step's tokens included; 0 for padding
     query_start_loc: jax.Array  # int32 [S + 1]
     plan: Any = None  # what the attention kernel works out once a step
+    update_plan: Any = None  # what the KV write works out once a step
 
 
 @pytree_dataclass

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 DTYPES = ("float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", *DTYPES, "fp8", "fp8_e4m3")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
 KERNELS = ("auto", "reference")
 WARMUPS = ("auto", "full", "lazy")
@@ -26,7 +27,6 @@ VLLM_FIXED = {
     "enforce_eager": False,
     "trust_remote_code": False,
     "quantization": None,
-    "kv_cache_dtype": "auto",
     "swap_space": 0,
     "cpu_offload_gb": 0,
     "enable_chunked_prefill": True,
@@ -109,7 +109,8 @@ class EngineConfig:
     Args:
       model: a folder with safetensors or Orbax, a GGUF file, a Hub id, or "smollm2" (the embedded default model).
       tokenizer: a folder or `tokenizer.json`; None takes the model's.
-      dtype: of weights, activations and cache: "auto", "float32", "bfloat16", "float16".
+      dtype: of weights and activations: "auto", "float32", "bfloat16", "float16".
+      kv_cache_dtype: of the KV cache: "auto" is `dtype`; "fp8" and "fp8_e4m3" store K and V as they are in eight bits.
       load_format: "auto", "safetensors", "gguf", "orbax", or "dummy" (random weights from `seed`).
       seed: for dummy weights and for the seeds of requests that bring none.
       max_model_len: longest prompt plus output; None takes what model and pool allow.
@@ -134,6 +135,7 @@ class EngineConfig:
     model: str = "smollm2"
     tokenizer: str | None = None
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     load_format: str = "auto"
     seed: int = 0
     max_model_len: int | None = None
@@ -152,8 +154,8 @@ class EngineConfig:
     hf_overrides: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        choices = {"dtype": ("auto", *DTYPES), "load_format": LOAD_FORMATS, "kernels": KERNELS,
-                   "policy": ("fcfs", "priority"), "warmup": WARMUPS}  # fmt: skip
+        choices = {"dtype": ("auto", *DTYPES), "kv_cache_dtype": KV_CACHE_DTYPES, "load_format": LOAD_FORMATS,
+                   "kernels": KERNELS, "policy": ("fcfs", "priority"), "warmup": WARMUPS}  # fmt: skip
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -194,6 +196,12 @@ class EngineConfig:
                 raise ValueError(f"{name} and {field_name} are the same setting")
             known[field_name] = value
         return cls(**known)
+
+    @property
+    def cache_dtype(self) -> str:
+        """JAX's name of the KV cache's dtype."""
+        chosen = self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        return "float8_e4m3fn" if chosen.startswith("fp8") else chosen
 
     def resolve(self, platform: str, max_position_embeddings: int) -> Self:
         """Fills every automatic value that depends on the platform ("cpu", "gpu" or "tpu").

@@ -24,7 +24,8 @@ from jaxinfer.engine.kv_pool import make_caches
 from jaxinfer.engine.memory import Device, MemoryAccount, estimate_temporaries, size_pool
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.runner import Runner
-from jaxinfer.kernels.paged_attention import choose
+from jaxinfer.kernels import kv_update, paged_attention
+from jaxinfer.layers.attention import Kernels
 from jaxinfer.loaders import Checkpoint, OrbaxFolder, dummy_weights, fill_weights, open_checkpoint
 from jaxinfer.models import DenseModel, build_model, find_family, parse_config
 from jaxinfer.scheduler import resolve_max_model_len
@@ -45,7 +46,7 @@ class Parts:
     tokenizer: Tokenizer | None
     runner: Runner
     account: MemoryAccount
-    attention: str  # implementation
+    attention: str  # implementations
 
 
 def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: None) -> Parts:
@@ -65,7 +66,8 @@ def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: N
     _enable_compile_cache(config.compile_cache)
     device = jax.devices()[0]
     config = config.resolve(jax.default_backend(), model_config.max_position_embeddings)
-    model = build_model(model_config, config.dtype, choose_attention(config, model_config, device))
+    kernels = choose_kernels(config, model_config, device)
+    model = build_model(model_config, config.dtype, kernels)  # pyright: ignore[reportArgumentType]
     ladder = _ladder(config)
     asked, weights, needed, others = config, None, None, None
     while True:
@@ -89,7 +91,7 @@ def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: N
     _tell_lowered(asked, config, model_config)
     LOGGER.info("device memory:\n%s", account.describe())
     runner = Runner(weights, programs, ladder, _cache_maker(config, model_config, account.num_blocks))
-    return Parts(config, model_config, tokenizer, runner, account, model.attention)
+    return Parts(config, model_config, tokenizer, runner, account, str(kernels))
 
 
 def _size(
@@ -160,19 +162,28 @@ def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | 
     return load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
 
 
-def choose_attention(config: EngineConfig, model_config: ModelConfig, device: Device) -> str:
-    """The implementation of paged attention: what the device can run, or the reference if that was asked for."""
+def choose_kernels(config: EngineConfig, model_config: ModelConfig, device: Device) -> Kernels:
+    """The implementations that attention uses: what the device can run, or the reference if that was asked for."""
     assert config.block_size is not None
+    assert config.max_num_seqs is not None
+    assert config.max_num_batched_tokens is not None
     if config.kernels == "reference":
-        return "reference"
-    return choose(
-        jax.default_backend(),
-        compute_capability=str(getattr(device, "compute_capability", "")),
-        dtype=jnp.dtype(config.dtype),
-        num_heads=model_config.num_heads,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        block_size=config.block_size,
+        return Kernels()
+    longest = config.max_model_len or model_config.max_position_embeddings
+    layer: dict[str, Any] = {
+        "compute_capability": str(getattr(device, "compute_capability", "")),
+        "dtype": jnp.dtype(config.dtype),
+        "cache_dtype": jnp.dtype(config.cache_dtype),
+        "num_heads": model_config.num_heads,
+        "num_kv_heads": model_config.num_kv_heads,
+        "head_dim": model_config.head_dim,
+        "block_size": config.block_size,
+    }
+    tables = (config.max_num_seqs, -(-longest // config.block_size))
+    platform = jax.default_backend()
+    return Kernels(
+        paged_attention.choose(platform, **layer, table_shape=tables),
+        kv_update.choose(platform, **layer, num_tokens=config.max_num_batched_tokens),
     )
 
 
@@ -216,13 +227,19 @@ def _programs(
         vocab_size=model_config.vocab_size,
     )
     return Programs(
-        model, model_config, shapes, num_blocks=num_blocks, block_size=config.block_size, dtype=config.dtype
+        model,
+        model_config,
+        shapes,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        dtype=config.dtype,
+        cache_dtype=config.cache_dtype,
     )
 
 
 def _cache_maker(config: EngineConfig, model_config: ModelConfig, num_blocks: int):
     assert config.block_size is not None
-    block_size, dtype = config.block_size, config.dtype
+    block_size, dtype = config.block_size, config.cache_dtype
     return lambda: make_caches(model_config, num_blocks, block_size, dtype)
 
 

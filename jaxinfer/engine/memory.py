@@ -105,7 +105,7 @@ def size_pool(
     """
     assert engine.block_size is not None
     assert engine.max_num_seqs is not None
-    block = block_bytes(config, engine.block_size, engine.dtype)
+    block = block_bytes(config, engine.block_size, engine.cache_dtype)
     account = MemoryAccount(0, 0, weights, temporaries, tables, 0, block, engine.num_blocks or 0)
     longest = engine.max_model_len or config.max_position_embeddings
     if device.platform == "cpu":

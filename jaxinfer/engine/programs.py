@@ -73,7 +73,8 @@ class Programs:
       shapes: sizes shared by all programs.
       num_blocks: blocks of the pool.
       block_size: tokens a block.
-      dtype: of the cache.
+      dtype: of activations.
+      cache_dtype: of the cache; None is `dtype`.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Programs:
         num_blocks: int,
         block_size: int,
         dtype: str,
+        cache_dtype: str | None = None,
     ) -> None:
         graph, state = nnx.split(model)
         self.weights, tree = jax.tree.flatten(state)
@@ -92,7 +94,8 @@ class Programs:
         self.shapes = shapes
         self.hidden_size, self.dtype = config.hidden_size, jnp.dtype(dtype)
         self.stats = CompileStats()
-        page = jax.ShapeDtypeStruct((num_blocks, config.num_kv_heads, block_size, config.head_dim), jnp.dtype(dtype))
+        cache = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        page = jax.ShapeDtypeStruct(cache, jnp.dtype(cache_dtype or dtype))
         self.caches: list[Any] = [(page, page) for _ in range(config.num_layers)]
         self.tables = jax.ShapeDtypeStruct((shapes.num_slots, shapes.max_blocks), jnp.int32)
         self.carry = jax.eval_shape(shapes.zero_carry)

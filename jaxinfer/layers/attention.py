@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.batch import AttentionMetadata
 from jaxinfer.config import ModelConfig
-from jaxinfer.kernels.kv_update import kv_update
+from jaxinfer.kernels.kv_update import rope_kv_update
 from jaxinfer.kernels.paged_attention import paged_attention
-from jaxinfer.layers.linear import AttentionOutput, QKVProjection
+from jaxinfer.layers.linear import AttentionOutput, QKVProjection, einsum
 from jaxinfer.layers.norm import RMSNorm
-from jaxinfer.layers.rotary import apply_rotary
 
 type KVCache = tuple[jax.Array, jax.Array]
 """A layer's K and V arrays, each [num_blocks, kv_heads, block_size, head_dim]."""
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """The implementations that an engine chose when it started."""
+
+    attention: str = "reference"
+    kv_update: str = "reference"
+
+    def __str__(self) -> str:
+        if self.attention == self.kv_update:
+            return self.attention
+        return f"{self.attention}, kv_update {self.kv_update}"
+
+
 class Attention(nnx.Module):
     """Grouped-query attention, with QK-norm and QKV bias where the model has them."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, implementation: str) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, kernels: Kernels) -> None:
         sizes = (config.hidden_size, config.num_kv_heads, config.group_size, config.head_dim)
         self.qkv = QKVProjection(*sizes, dtype=dtype, has_bias=config.has_qkv_bias)
         self.out = AttentionOutput(*sizes, dtype=dtype)
@@ -32,28 +46,41 @@ class Attention(nnx.Module):
             return RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype, axis="head_dim")
 
         self.q_norm, self.k_norm = head_norm(), head_norm()
-        self.implementation = implementation
+        self.kernels = kernels
+        self.eps = config.rms_norm_eps
         self.scale = config.head_dim**-0.5
 
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, meta: AttentionMetadata, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
         """[T, hidden] -> [T, hidden] and the layer's updated cache."""
-        q, k, v = self.qkv(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        k_cache, v_cache = kv_update(*cache, k, v, meta.slot_mapping)
-        heads = q.reshape(q.shape[0], -1, q.shape[-1])
+        q, k_cache, v_cache = rope_kv_update(
+            self._project(x),
+            *cache,
+            cos,
+            sin,
+            meta.slot_mapping,
+            q_norm=None if self.q_norm is None else self.q_norm.weight[...],
+            k_norm=None if self.k_norm is None else self.k_norm.weight[...],
+            eps=self.eps,
+            implementation=self.kernels.kv_update,
+            step_plan=meta.update_plan,
+        )
         attended = paged_attention(
-            heads,
+            q,
             k_cache,
             v_cache,
             meta.block_tables,
             meta.seq_lens,
             meta.query_start_loc,
             scale=self.scale,
-            implementation=self.implementation,
+            implementation=self.kernels.attention,
             step_plan=meta.plan,
         )
-        return self.out(attended.reshape(q.shape)), (k_cache, v_cache)
+        kv_heads = k_cache.shape[1]
+        return self.out(attended.reshape(x.shape[0], kv_heads, -1, q.shape[-1])), (k_cache, v_cache)
+
+    def _project(self, x: jax.Array) -> jax.Array:
+        """[T, hidden] -> [T, kv_heads, group + 2, head_dim], as the product leaves it."""
+        qkv = einsum("te,ekgd->tkgd", x, self.qkv.weight[...])
+        return qkv if self.qkv.bias is None else qkv + self.qkv.bias[...][None]

@@ -13,6 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.config import RopeConfig
+from jaxinfer.kernels.kv_update import rotate as apply_rotary
+
+__all__ = ["apply_rotary", "attention_factor", "inverse_frequencies", "rotary_angles"]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -76,11 +79,3 @@ def rotary_angles(positions: jax.Array, frequencies: jax.Array, factor: float = 
     """int32 [T] -> cos and sin, float32 [T, head_dim / 2], times `factor`."""
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
-
-
-def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates [T, ..., head_dim]: component i with component i + head_dim / 2."""
-    shape = (cos.shape[0], *([1] * (x.ndim - 2)), cos.shape[1])
-    cos, sin = cos.reshape(shape), sin.reshape(shape)
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)

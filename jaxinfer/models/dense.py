@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxinfer.batch import AttentionMetadata
 from jaxinfer.config import ModelConfig
-from jaxinfer.kernels.paged_attention import plan
+from jaxinfer.kernels import kv_update, paged_attention
 from jaxinfer.layers import (
     Attention,
     Embedding,
@@ -24,14 +24,15 @@ from jaxinfer.layers import (
     inverse_frequencies,
     rotary_angles,
 )
+from jaxinfer.layers.attention import Kernels
 
 
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, implementation: str) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, kernels: Kernels) -> None:
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.attention = Attention(config, dtype=dtype, implementation=implementation)
+        self.attention = Attention(config, dtype=dtype, kernels=kernels)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype)
 
@@ -51,18 +52,17 @@ class DenseModel(nnx.Module):
     Args:
       config: dimensions.
       dtype: of parameters and activations.
-      attention: implementation of `paged_attention`.
+      attention: implementations of the kernels that attention uses; a name stands for all of them.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, attention: str = "reference") -> None:
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, attention: Kernels | str = "reference") -> None:
+        kernels = attention if isinstance(attention, Kernels) else Kernels(attention, attention)
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nnx.List(
-            [DecoderLayer(config, dtype=dtype, implementation=attention) for _ in range(config.num_layers)]
-        )
+        self.layers = nnx.List([DecoderLayer(config, dtype=dtype, kernels=kernels) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.head = head
-        self.attention = attention
+        self.kernels = kernels
         self.attention_sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
         self.rotary_factor = attention_factor(config.rope)
         self.frequencies = tuple(inverse_frequencies(config.rope, config.head_dim).tolist())
@@ -74,7 +74,7 @@ class DenseModel(nnx.Module):
 
         `is_decode` promises that no row has more than one token.
         """
-        meta = self._with_plan(meta, token_ids.shape[0], is_decode=is_decode)
+        meta = self._with_plans(meta, caches[0][0].dtype, is_decode=is_decode)
         x = self.embed(token_ids)
         frequencies = jnp.asarray(self.frequencies, jnp.float32)
         cos, sin = rotary_angles(meta.positions, frequencies, self.rotary_factor)
@@ -86,19 +86,22 @@ class DenseModel(nnx.Module):
             updated.append(cache)
         return self.norm(x), updated
 
-    def _with_plan(self, meta: AttentionMetadata, num_tokens: int, *, is_decode: bool) -> AttentionMetadata:
+    def _with_plans(self, meta: AttentionMetadata, cache_dtype: jnp.dtype, *, is_decode: bool) -> AttentionMetadata:
+        """What the kernels of all layers share."""
         num_heads, num_kv_heads, head_dim = self.attention_sizes
-        made = plan(
-            self.attention,
+        attention_plan = paged_attention.plan(
+            self.kernels.attention,
             meta.seq_lens,
             meta.query_start_loc,
-            num_tokens=num_tokens,
+            num_tokens=meta.positions.shape[0],
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            cache_dtype=cache_dtype,
             is_decode=is_decode,
         )
-        return dataclasses.replace(meta, plan=made)
+        update_plan = kv_update.plan(self.kernels.kv_update, meta.slot_mapping)
+        return dataclasses.replace(meta, plan=attention_plan, update_plan=update_plan)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[S, hidden] -> float32 [S, vocab]."""

@@ -36,11 +36,6 @@ def choose(
     rows = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), dtype)
     page = jax.ShapeDtypeStruct((1, num_kv_heads, block_size, head_dim), cache_dtype)
     try:
-        if platform == "gpu" and compute_capability == "9.0":
-            from jaxinfer.kernels.kv_update import mosaic_gpu
-
-            mosaic_gpu.check_supported(rows, page)  # pyright: ignore[reportArgumentType]
-            return "mosaic_gpu"
         if platform == "tpu":
             from jaxinfer.kernels.kv_update import mosaic_tpu
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from jaxinfer.kernels.paged_attention import reference
 
-IMPLEMENTATIONS = ("mosaic_gpu", "reference")
+IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu", "reference")
+FP8 = jnp.float8_e4m3fn
 
 
 def choose(
@@ -18,28 +19,38 @@ def choose(
     *,
     compute_capability: str,
     dtype: jnp.dtype,
+    cache_dtype: jnp.dtype | None = None,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     block_size: int,
+    table_shape: tuple[int, int] = (1, 1),
 ) -> str:
-    """The fastest implementation for layers of this kind: Hopper's kernels where they can, else the reference.
+    """The fastest implementation for layers of this kind: Hopper's or the TPU's where it can, else the reference.
 
     Args:
       platform: "cpu", "gpu" or "tpu".
       compute_capability: of the GPU, such as "9.0".
-      dtype: of q and of the cache.
+      dtype: of q.
+      cache_dtype: of the cache; None is q's.
+      table_shape: rows and columns of the block tables at most.
     """
-    if platform == "gpu" and compute_capability == "9.0":
-        from jaxinfer.kernels.paged_attention import mosaic_gpu
+    q = jax.ShapeDtypeStruct((1, num_heads, head_dim), dtype)
+    page = jax.ShapeDtypeStruct((1, num_kv_heads, block_size, head_dim), cache_dtype or dtype)
+    try:
+        if platform == "gpu" and compute_capability == "9.0":
+            from jaxinfer.kernels.paged_attention import mosaic_gpu
 
-        q = jax.ShapeDtypeStruct((1, num_heads, head_dim), dtype)
-        page = jax.ShapeDtypeStruct((1, num_kv_heads, block_size, head_dim), dtype)
-        try:
             mosaic_gpu.check_supported(q, page)  # pyright: ignore[reportArgumentType]
-        except NotImplementedError:
-            return "reference"
-        return "mosaic_gpu"
+            return "mosaic_gpu"
+        if platform == "tpu":
+            from jaxinfer.kernels.paged_attention import mosaic_tpu
+
+            tables = jax.ShapeDtypeStruct(table_shape, jnp.int32)
+            mosaic_tpu.check_supported(q, page, block_tables=tables)  # pyright: ignore[reportArgumentType]
+            return "mosaic_tpu"
+    except NotImplementedError:
+        pass
     return "reference"
 
 
@@ -52,27 +63,29 @@ def plan(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    cache_dtype: jnp.dtype | None = None,
     is_decode: bool = False,
 ) -> Any:
     """What an implementation works out once a step for all layers, to be passed as `step_plan`; None for the reference.
 
     Args:
       num_tokens: T.
+      cache_dtype: of the cache; None is q's.
       is_decode: every row has exactly one token, or none.
     """
-    if implementation != "mosaic_gpu":
-        return None
-    from jaxinfer.kernels.paged_attention import mosaic_gpu
+    options: dict[str, Any] = {"num_tokens": num_tokens, "num_heads": num_heads, "head_dim": head_dim}
+    options["max_query_len"] = 1 if is_decode else None
+    if implementation == "mosaic_gpu":
+        from jaxinfer.kernels.paged_attention import mosaic_gpu
 
-    return mosaic_gpu.plan(
-        seq_lens,
-        query_start_loc,
-        num_tokens=num_tokens,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_query_len=1 if is_decode else None,
-    )
+        if cache_dtype == FP8:
+            options["is_fp8"] = True
+        return mosaic_gpu.plan(seq_lens, query_start_loc, num_kv_heads=num_kv_heads, **options)
+    if implementation == "mosaic_tpu":
+        from jaxinfer.kernels.paged_attention import mosaic_tpu
+
+        return mosaic_tpu.plan(seq_lens, query_start_loc, **options)
+    return None
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "softcap", "implementation"))
@@ -136,6 +149,10 @@ def paged_attention(
         from jaxinfer.kernels.paged_attention import mosaic_gpu
 
         return mosaic_gpu.paged_attention(*arguments, **options, step_plan=step_plan)
+    if implementation == "mosaic_tpu":
+        from jaxinfer.kernels.paged_attention import mosaic_tpu
+
+        return mosaic_tpu.paged_attention(*arguments, **options, step_plan=step_plan)
     if implementation == "reference":
         return reference.paged_attention(*arguments, **options)
     raise NotImplementedError(f"paged_attention has no implementation {implementation!r}")

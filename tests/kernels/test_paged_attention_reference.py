@@ -113,10 +113,13 @@ def test_misfits_are_refused():
 
 
 def test_who_serves_what():
-    """Hopper's kernels where they can, the reference everywhere else."""
+    """Hopper's and the TPU's kernels where they can, the reference everywhere else."""
     kind = {"dtype": jnp.dtype(jnp.bfloat16), "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "block_size": 64}
     assert choose("gpu", compute_capability="9.0", **kind) == "mosaic_gpu"
-    for platform, capability in (("gpu", "8.0"), ("gpu", "10.0"), ("cpu", ""), ("tpu", "")):
+    assert choose("tpu", compute_capability="", **kind) == "mosaic_tpu"
+    for change in ({"head_dim": 64}, {"cache_dtype": jnp.float8_e4m3fn}, {"table_shape": (512, 1024)}):
+        assert choose("tpu", compute_capability="", **{**kind, **change}) == "reference"
+    for platform, capability in (("gpu", "8.0"), ("gpu", "10.0"), ("cpu", "")):
         assert choose(platform, compute_capability=capability, **kind) == "reference"
     for change in ({"head_dim": 80}, {"dtype": jnp.dtype(jnp.float32)}, {"block_size": 48}, {"num_heads": 512}):
         assert choose("gpu", compute_capability="9.0", **{**kind, **change}) == "reference"
