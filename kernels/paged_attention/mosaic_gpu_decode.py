@@ -1,24 +1,6 @@
-"""Paged decode attention for Hopper: one query token a row, K and V read exactly once, one kernel.
+"""Paged decode attention for Hopper: what it supports, and its launch.
 
-How the rows are cut over CTAs is in `mosaic_gpu_decode_plan.py`. Inside a CTA, two warpgroups and a ring of
-`num_stages` K and V tiles in shared memory:
-
-    producer   page id -> TMA K[s] -> TMA V[s] -> page id -> ...        waits on k_free[s], v_free[s]
-                     |           |
-                 k_ready[s]  v_ready[s]
-                     v           v
-    consumer   S' = K Q'  -> mask, online softmax over rows of S' -> P in SMEM -> O' += V' P
-
-Everything is computed transposed (' is a transpose): tokens are the M of the first product and head_dim the M
-of the second, so the few query heads of a group are a wgmma N of 8, not an M padded to 64. A head_dim that is no
-multiple of 64 has its last 64 columns as a second, overlapping M (80: columns 0..63 and 16..79), so that no tile is
-padded; what the overlap holds is computed and stored twice.
-
-An fp8 cache arrives in tiles as they lie in memory. The consumer turns each into f16 (which holds every e4m3 value) in
-a second, swizzled tile, V while the first product runs, and both products are those of f16: wgmma takes fp8 operands
-only along K, which V' is not, and would want q and the probabilities rounded to fp8 as well.
-
-The bound is device memory: 2 * tokens * kv_heads * head_dim * itemsize bytes over the reading rate.
+The plan is in `mosaic_gpu_decode_plan.py`, the kernel in `mosaic_gpu_decode_kernel.py`.
 """
 
 import functools
@@ -26,27 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxinfer.kernels.paged_attention.mosaic_gpu_common import (
-    LOG2E,
-    NEG_INF,
-    TILE_ROWS,
-    copy_layout,
-    pad_rows,
-    swizzled_smem,
-    zero_rows_outside,
-)
-from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_plan import DecodeParams, DecodePlan, walk
+from jaxinfer.kernels.paged_attention.mosaic_gpu_common import LOG2E, TILE_ROWS, pad_rows
+from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_kernel import decode_kernel, product_rows
+from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_plan import DecodeParams, DecodePlan
 
 MIN_GROUP = 8  # smallest wgmma N
 MAX_GROUP = 32
-MERGE_UNROLL = 4  # partial results in flight while merging
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
-F16_MAX = 65504.0
+F16_MAX = 65504.0  # q is f16 with an fp8 cache; larger is cut off
 
 
 def check_decode_supported(
@@ -63,329 +35,6 @@ def check_decode_supported(
         raise NotImplementedError(f"{group} query heads a KV head: more than {MAX_GROUP}")
     if block_size % 16 or max(params.block_kv, block_size) % min(params.block_kv, block_size):
         raise NotImplementedError(f"block_size {block_size} with tiles of {params.block_kv} tokens")
-
-
-def _arrive(counter_ref: Any) -> None:
-    """Add 1 to a counter in device memory, after everything this warpgroup has written."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def arrive(_, counter):
-        mgpu_utils.warpgroup_barrier()
-        mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(counter)).signal(1, memory_scope="gpu")
-
-    arrive(counter_ref)
-
-
-def _await(counter_ref: Any, value: jax.Array) -> None:
-    """Wait until a counter in device memory is `value`, and set it back to 0."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
-    def wait(_, counter, value):
-        semaphore = mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(counter))
-        semaphore.wait(value.registers.item(), memory_scope="gpu")
-
-    wait(counter_ref, value)
-
-
-def _product_rows(head_dim: int) -> list[tuple[int, int]]:
-    """(first, number) of the rows of O' that each product with V' computes; numbers are multiples of 64."""
-    whole = head_dim // 64 * 64
-    return [(0, whole)] if whole == head_dim else [(0, whole), (head_dim - 64, 64)]
-
-
-def _decode_kernel(
-    q_ref,  # [T * KVH * q_stride, D]
-    k_ref,  # [N, KVH, BS, D]
-    v_ref,  # [N, KVH, BS, D]
-    block_tables_ref,  # [S, M]
-    row_info_ref,  # [S, 3]
-    cta_work_ref,  # [C, 8]
-    num_tokens_ref,  # [1]
-    arrivals_ref,  # [C]
-    *refs,  # scales [2] and sinks [KVH, padded group] where there are any; then the outputs
-    group: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    has_scales: bool,
-    has_sinks: bool,
-    params: DecodeParams,
-):
-    *optional, out_ref, part_out_ref, part_max_ref, part_sum_ref = refs
-    scales_ref = optional.pop(0) if has_scales else None
-    sinks_ref = optional.pop(0) if has_sinks else None
-    _, num_kv_heads, block_size, head_dim = k_ref.shape
-    block_kv, stages = params.block_kv, params.num_stages
-    is_quantised = k_ref.dtype != q_ref.dtype
-    padded_group = part_out_ref.shape[-1]
-    # Groups that would straddle the swizzle tiles of a TMA copy come padded.
-    q_stride = padded_group if group % TILE_ROWS and TILE_ROWS % group else group
-    copy_tokens = min(block_size, block_kv)
-    num_copies = block_kv // copy_tokens
-    scores_shape, tile_shape = (block_kv, padded_group), (block_kv, head_dim)
-    blocks = _product_rows(head_dim)
-    cta = lax.axis_index("cta")
-
-    @functools.partial(
-        pl.run_scoped,
-        q_smem=swizzled_smem((2, padded_group, head_dim), q_ref.dtype),
-        kv_smem=[plgpu.SMEM((stages, *tile_shape), k_ref.dtype)] * 2
-        if is_quantised
-        else [swizzled_smem((stages, *tile_shape), k_ref.dtype)] * 2,
-        whole_smem=[swizzled_smem(tile_shape, q_ref.dtype)] * 2 if is_quantised else [],
-        p_smem=swizzled_smem((padded_group, block_kv), q_ref.dtype, like=head_dim),
-        o_smem=plgpu.SMEM((padded_group, head_dim), out_ref.dtype),
-        q_ready=plgpu.Barrier(num_barriers=2),
-        k_ready=plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
-        v_ready=plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
-        q_free=plgpu.Barrier(num_barriers=2),
-        k_free=plgpu.Barrier(num_barriers=stages),
-        v_free=plgpu.Barrier(num_barriers=stages),
-        collective_axes="wg",
-    )
-    def _scope(q_smem, kv_smem, whole_smem, p_smem, o_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free):
-        wg = lax.axis_index("wg")
-        k_smem, v_smem = kv_smem
-
-        @pl.when(wg == 1)
-        def _producer():
-            def page_ids(piece, tile):
-                """Block ids of a tile's copies; past the row's end its last real block again."""
-                last = (piece.seq_len - 1) // block_size
-                blocks = [(tile * block_kv + i * copy_tokens) // block_size for i in range(num_copies)]
-                return tuple(block_tables_ref[piece.row, jnp.minimum(b, last)] for b in blocks)
-
-            def load_piece(piece):
-                q_slot = lax.rem(piece.index, 2)
-                first_pages = page_ids(piece, piece.tile)
-
-                @pl.when(piece.index >= 2)
-                def _():
-                    plgpu.barrier_wait(q_free.at[q_slot])
-
-                q_row = (piece.row * num_kv_heads + piece.head) * q_stride
-                plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(q_row, padded_group)], q_smem.at[q_slot], q_ready.at[q_slot])
-
-                def load_tile(i, pages):
-                    slot = lax.rem(piece.step + i, stages)
-                    next_pages = page_ids(piece, piece.tile + jnp.minimum(i + 1, piece.count - 1))
-                    offset = lax.rem((piece.tile + i) * block_kv, block_size) if block_size > block_kv else 0
-                    for source, smem, ready, free in (
-                        (k_ref, k_smem, k_ready, k_free),
-                        (v_ref, v_smem, v_ready, v_free),
-                    ):
-
-                        @pl.when(piece.step + i >= stages)
-                        def _(free=free):
-                            plgpu.barrier_wait(free.at[slot])
-
-                        for c, page in enumerate(pages):
-                            plgpu.copy_gmem_to_smem(
-                                source.at[page, piece.head, pl.ds(offset, copy_tokens)],
-                                smem.at[slot, pl.ds(c * copy_tokens, copy_tokens)],
-                                ready.at[slot],
-                            )
-                    return next_pages
-
-                lax.fori_loop(0, piece.count, load_tile, first_pages)
-
-            tiles, pieces = walk(cta_work_ref, row_info_ref, num_kv_heads, load_piece)
-
-            def drain(count, depth, *barriers):
-                def wait(i, _):
-                    for barrier in barriers:
-                        plgpu.barrier_wait(barrier.at[lax.rem(i, depth)])
-
-                lax.fori_loop(jnp.maximum(count - depth, 0), count, wait, None)
-
-            drain(tiles, stages, k_free, v_free)
-            drain(pieces, 2, q_free)
-
-        @pl.when(wg == 0)
-        def _consumer():
-            head_layout = plgpu.Layout.WGMMA.reduce(0)
-            token_ids = plgpu.broadcasted_iota(jnp.int32, scores_shape, 0, layout=plgpu.Layout.WGMMA)
-            padding = num_tokens_ref[0] + cta  # this CTA's first token past the batch
-            k_scale, v_scale = (scales_ref[0], scales_ref[1]) if scales_ref is not None else (1.0, None)
-
-            def full(value, shape, layout=plgpu.Layout.WGMMA):
-                return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-            def per_head(x, shape):
-                return lax.broadcast_in_dim(x, shape, [1])
-
-            def widen(tile, whole, free):
-                """An fp8 tile as f16 where wgmma reads it; the tile is free then."""
-                values = plgpu.load(tile, layout=copy_layout(head_dim, whole.dtype.itemsize))
-                whole[...] = values.astype(whole.dtype)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(free)
-
-            def attend_tile(i, carry, piece):
-                acc, m, total = carry
-                slot = lax.rem(piece.step + i, stages)
-                base = (piece.tile + i) * block_kv
-                high = piece.seq_len - base
-                low = 0 if window is None else high - window
-                k_tile, v_tile = whole_smem if is_quantised else (k_smem.at[slot], v_smem.at[slot])
-
-                plgpu.barrier_wait(k_ready.at[slot])
-                if is_quantised:
-                    widen(k_smem.at[slot], k_tile, k_free.at[slot])
-
-                def scores(s_ref):
-                    q = q_smem.at[lax.rem(piece.index, 2)]
-                    plgpu.wgmma(s_ref, k_tile, q.transpose((1, 0)))
-                    if is_quantised:
-                        plgpu.barrier_wait(v_ready.at[slot])
-                        widen(v_smem.at[slot], v_tile, v_free.at[slot])
-                    return s_ref[...]
-
-                s = pl.run_scoped(scores, plgpu.ACC(scores_shape, jnp.float32))
-                if not is_quantised:
-                    plgpu.barrier_arrive(k_free.at[slot])
-                if softcap is None:
-                    s *= scale * LOG2E * k_scale
-                else:
-                    s = jnp.tanh(s * (scale / softcap * k_scale)) * (softcap * LOG2E)
-                in_row = token_ids < high
-                if window is not None:
-                    in_row &= token_ids >= low
-                s = jnp.where(in_row, s, NEG_INF)
-
-                m_new = jnp.maximum(m, s.max(axis=0))
-                alpha = jnp.exp2(m - m_new)
-                p = jnp.exp2(s - per_head(m_new, scores_shape))
-                total = total * per_head(alpha, scores_shape) + p
-                p = plgpu.layout_cast(p.astype(p_smem.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-                p_smem.transpose((1, 0))[...] = p
-                plgpu.commit_smem()
-
-                if not is_quantised:
-                    plgpu.barrier_wait(v_ready.at[slot])
-
-                @pl.when((high < block_kv) | (low > 0))
-                def _zero_unused_values():  # 0 * NaN is NaN, so a probability of 0 is not enough
-                    zero_rows_outside(v_tile, low, high)
-                    plgpu.commit_smem()
-
-                def weighted_values(*acc_refs):
-                    for (first, count), acc_ref in zip(blocks, acc_refs, strict=True):
-                        v = v_tile if count == head_dim else v_tile.at[:, pl.ds(first, count)]
-                        plgpu.wgmma(acc_ref, v.transpose((1, 0)), p_smem.transpose((1, 0)))
-                    return tuple(acc_ref[...] for acc_ref in acc_refs)
-
-                accumulators = [plgpu.ACC((count, padded_group), jnp.float32) for _, count in blocks]
-                pv = pl.run_scoped(weighted_values, *accumulators)
-                if not is_quantised:
-                    plgpu.barrier_arrive(v_free.at[slot])
-                return _scaled_sum(acc, alpha, pv), m_new, total
-
-            def _scaled_sum(acc, alpha, other, weight=None):
-                """acc * alpha + other * weight, of all products' rows."""
-                sums = []
-                for a, b in zip(acc, other, strict=True):
-                    b = b if weight is None else b * per_head(weight, b.shape)
-                    sums.append(a * per_head(alpha, a.shape) + b)
-                return tuple(sums)
-
-            def part_rows(cta):
-                """A CTA's partial result in device memory, by product."""
-                starts = [sum(count for _, count in blocks[:i]) for i in range(len(blocks))]
-                return [part_out_ref.at[cta, pl.ds(s, count)] for s, (_, count) in zip(starts, blocks, strict=True)]
-
-            def merge_parts(i, carry, first, count):
-                """Fold MERGE_UNROLL partial results into the running one; their loads overlap."""
-                acc, m, total = carry
-                parts = []
-                for j in range(MERGE_UNROLL):
-                    at = i * MERGE_UNROLL + j
-                    source = first + jnp.minimum(at, count - 1)
-                    loaded = (
-                        [plgpu.load(x, layout=plgpu.Layout.WGMMA, optimized=False) for x in part_rows(source)],
-                        plgpu.load(part_max_ref.at[source], layout=head_layout, optimized=False),
-                        plgpu.load(part_sum_ref.at[source], layout=head_layout, optimized=False),
-                    )
-                    parts.append((at < count, *loaded))
-                for is_real, part_acc, part_m, part_l in parts:
-                    part_m = jnp.where(is_real, part_m, full(NEG_INF, m.shape, head_layout))
-                    m_new = jnp.maximum(m, part_m)
-                    alpha, weight = jnp.exp2(m - m_new), jnp.exp2(part_m - m_new)
-                    acc = _scaled_sum(acc, alpha, part_acc, weight)
-                    m, total = m_new, total * alpha + part_l * weight
-                return acc, m, total
-
-            def stage_output(products):
-                """Put O, by product, where TMA takes it from."""
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                for (first, count), rows in zip(blocks, products, strict=True):
-                    rows = plgpu.layout_cast(rows.astype(out_ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-                    o_smem.at[:, pl.ds(first, count)].transpose((1, 0))[...] = rows
-                plgpu.commit_smem()
-
-            def zeros():
-                return tuple(full(0, (count, padded_group)) for _, count in blocks)
-
-            def attend_piece(piece):
-                plgpu.barrier_wait(q_ready.at[lax.rem(piece.index, 2)])
-                init = (
-                    zeros(),
-                    full(NEG_INF, (padded_group,), head_layout),
-                    full(0, scores_shape),
-                )
-                attend = functools.partial(attend_tile, piece=piece)
-                acc, m, total = lax.fori_loop(0, piece.count, attend, init)
-                plgpu.barrier_arrive(q_free.at[lax.rem(piece.index, 2)])
-                total = total.sum(axis=0)
-
-                @pl.when(piece.after > 0)
-                def _hand_over():
-                    for ref, rows in zip(part_rows(cta), acc, strict=True):
-                        ref[...] = rows
-                    part_max_ref[cta] = m
-                    part_sum_ref[cta] = total
-                    owner = cta + pl.cdiv(piece.after, piece.share)
-                    _arrive(arrivals_ref.at[pl.ds(owner, 1)])
-
-                @pl.when(piece.after == 0)
-                def _finish():
-                    others = pl.cdiv(piece.before, piece.share)
-
-                    @pl.when(others > 0)
-                    def _():
-                        _await(arrivals_ref.at[pl.ds(cta, 1)], others)
-
-                    merge = functools.partial(merge_parts, first=cta - others, count=others)
-                    steps = pl.cdiv(others, MERGE_UNROLL)
-                    merged, merged_m, merged_total = lax.fori_loop(0, steps, merge, (acc, m, total))
-                    if sinks_ref is not None:
-                        sink = plgpu.load(sinks_ref.at[piece.head], layout=head_layout, optimized=False)
-                        sink_max = jnp.maximum(merged_m, sink)
-                        alpha = jnp.exp2(merged_m - sink_max)
-                        merged = tuple(x * per_head(alpha, x.shape) for x in merged)
-                        merged_total = merged_total * alpha + jnp.exp2(sink - sink_max)
-                    out = tuple(x / per_head(merged_total, x.shape) for x in merged)
-                    stage_output(out if v_scale is None else tuple(x * v_scale for x in out))
-                    plgpu.copy_smem_to_gmem(
-                        o_smem.at[pl.ds(0, group)], out_ref.at[piece.row, pl.ds(piece.head * group, group)]
-                    )
-
-            walk(cta_work_ref, row_info_ref, num_kv_heads, attend_piece)
-            num_ctas = cta_work_ref.shape[0]
-
-            @pl.when(padding < out_ref.shape[0])
-            def _zero_padding():
-                stage_output(zeros())
-
-                def zero_token(i, _):
-                    for head in range(0, num_kv_heads * group, group):
-                        plgpu.copy_smem_to_gmem(
-                            o_smem.at[pl.ds(0, group)], out_ref.at[padding + i * num_ctas, pl.ds(head, group)]
-                        )
-
-                lax.fori_loop(0, pl.cdiv(out_ref.shape[0] - padding, num_ctas), zero_token, None)
-
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def decode_attention(
@@ -423,10 +72,10 @@ def decode_attention(
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group) * LOG2E
         operands.append(jnp.pad(sinks, ((0, 0), (0, padded_group - group))))
-    rows = sum(count for _, count in _product_rows(head_dim))
+    rows = sum(count for _, count in product_rows(head_dim))
     kernel = plgpu.kernel(
         functools.partial(
-            _decode_kernel,
+            decode_kernel,
             group=group,
             scale=scale,
             window=plan.window,
