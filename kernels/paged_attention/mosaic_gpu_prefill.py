@@ -25,9 +25,7 @@ Query tiles therefore begin at multiples of 8 tokens of the packed batch, and th
 The bound is the matrix units: 4 * head_dim * (query, key) pairs under the mask, over their rate.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,168 +34,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxinfer.kernels.paged_attention import mosaic_gpu_prefill_items as item_lists
 from jaxinfer.kernels.paged_attention.mosaic_gpu_common import (
     LOG2E,
     NEG_INF,
     TILE_ROWS,
-    leading_decode_rows,
     pad_rows,
     swizzled_smem,
     zero_rows_outside,
 )
+from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_plan import (
+    CONSUMERS,
+    ROWS,
+    PrefillParams,
+    PrefillPlan,
+    plan_prefill,
+)
 
-CONSUMERS = 2
-ROWS = 64  # query rows of a consumer: the M of a wgmma
+__all__ = ["PrefillParams", "PrefillPlan", "plan_prefill", "prefill_attention"]
+
 # Where running maxima begin: far over a masked score, whose probability is then 0 in a row that saw none but such
 # (from NEG_INF on it would be exp2 of the rounding error of 1e30), and far under any other.
 MAX_FLOOR = -1e20
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefillParams:
-    """Tuning of the prefill kernel.
-
-    block_kv: keys a step, a multiple of 64. num_stages: K and V tiles in flight. take_turns: whether
-    consumers alternate between products and softmax. num_sms: SMs of the device. accumulate_in_smem: for the
-    interpreter, which knows neither a wgmma operand in registers nor stores to accumulators.
-    """
-
-    block_kv: int = 128
-    num_stages: int = 2
-    take_turns: bool = True
-    num_sms: int = 132
-    accumulate_in_smem: bool = False
-
-    def __post_init__(self) -> None:
-        if self.block_kv % 64 or self.block_kv <= 0:
-            raise ValueError(f"block_kv must be a positive multiple of 64, got {self.block_kv}")
-        if self.num_stages < 2:
-            raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tiles", "num_tiles"],
-    meta_fields=["params", "num_kv_heads", "group", "window"],
-)
-@dataclasses.dataclass(frozen=True)
-class PrefillPlan:
-    """The query tiles of a step's prefill rows, costliest first; computed once a step, shared by the layers.
-
-    tiles[max_tiles, 6]   row, first token (in the batch), the range [low, high) of the tile's rows that are this
-                          row's tokens, position of the first token, seq_len
-    num_tiles[1]
-    """
-
-    tiles: jax.Array
-    num_tiles: jax.Array
-    params: PrefillParams
-    num_kv_heads: int
-    group: int
-    window: int | None
-
-
-def heads_per_item(group: int) -> int:
-    return CONSUMERS if group % CONSUMERS == 0 else 1
-
-
-def plan_prefill(
-    seq_lens: jax.Array,  # [S] int32
-    query_start_loc: jax.Array,  # [S + 1] int32
-    *,
-    num_tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    window: int | None = None,
-    params: PrefillParams = PrefillParams(),
-) -> PrefillPlan:
-    """Cut the rows after the decode rows into query tiles and sort these by their number of keys."""
-    group = num_heads // num_kv_heads
-    tile_tokens = ROWS * CONSUMERS // heads_per_item(group)
-    num_new = jnp.where(leading_decode_rows(seq_lens, query_start_loc), 0, jnp.diff(query_start_loc))
-    start = query_start_loc[:-1]
-    lead = start % TILE_ROWS  # tokens of the row before that share its first swizzle tile
-    num_tiles = jnp.where(num_new > 0, pl.cdiv(num_new + lead, tile_tokens), 0)
-    tiles_end = jnp.cumsum(num_tiles)
-    num_rows = seq_lens.shape[0]
-    max_tiles = pl.cdiv(num_tokens, tile_tokens) + num_rows + pl.cdiv(num_rows, 8)
-
-    index = jnp.arange(max_tiles, dtype=jnp.int32)
-    row = jnp.sum(tiles_end[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
-    row = jnp.minimum(row, num_rows - 1)
-    offset = (index - tiles_end[row] + num_tiles[row]) * tile_tokens - lead[row]
-    low, high = jnp.maximum(-offset, 0), jnp.clip(num_new[row] - offset, 0, tile_tokens)
-    position = seq_lens[row] - num_new[row] + offset
-    num_keys = position + high
-    if window is not None:
-        num_keys = jnp.minimum(num_keys, window + high - low)
-    order = jnp.argsort(jnp.where(index < tiles_end[-1], -num_keys, 1))
-    tiles = jnp.stack([row, start[row] + offset, low, high, position, seq_lens[row]], axis=1)
-    return PrefillPlan(
-        tiles=tiles[order].astype(jnp.int32),
-        num_tiles=tiles_end[-1:].astype(jnp.int32),
-        params=params,
-        num_kv_heads=num_kv_heads,
-        group=group,
-        window=window,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Item:
-    """A query tile and its heads; every field is an int32 scalar."""
-
-    row: jax.Array
-    token: jax.Array  # of the tile's first row, in the batch; a multiple of TILE_ROWS
-    low: jax.Array  # the tile's rows [low, high) are tokens of this row of the batch
-    high: jax.Array
-    position: jax.Array  # of the tile's first row; negative if that is another row's token
-    seq_len: jax.Array
-    head: jax.Array  # first query head
-    first_step: jax.Array  # K/V tiles [first_step, end_step) of the row
-    end_step: jax.Array
-
-    def part(self, consumer: jax.Array | int, per_item: int) -> tuple[jax.Array, jax.Array]:
-        """A consumer's head, and its offset into the tile."""
-        if per_item == CONSUMERS:
-            return self.head + consumer, consumer * 0
-        return self.head, consumer * ROWS
-
-
-@dataclasses.dataclass(frozen=True)
-class _Items:
-    """The items of this CTA."""
-
-    tiles_ref: Any
-    num_tiles_ref: Any
-    heads: int
-    per_item: int  # heads
-    block_kv: int
-    window: int | None
-
-    @property
-    def total(self) -> jax.Array:
-        return self.num_tiles_ref[0] * (self.heads // self.per_item)
-
-    def read(self, i: jax.Array) -> _Item:
-        """The CTA's item i."""
-        index = self._index(i)
-        tile, pair = index // (self.heads // self.per_item), lax.rem(index, self.heads // self.per_item)
-        row, token, low, high, position, seq_len = (self.tiles_ref[tile, k] for k in range(6))
-        first_key = 0 if self.window is None else jnp.maximum(position + low - self.window + 1, 0)
-        first_step, end_step = first_key // self.block_kv, pl.cdiv(position + high, self.block_kv)
-        return _Item(row, token, low, high, position, seq_len, pair * self.per_item, first_step, end_step)
-
-    def _index(self, i: jax.Array) -> jax.Array:
-        cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
-        return i * num_ctas + jnp.where(lax.rem(i, 2) == 0, cta, num_ctas - 1 - cta)
-
-    def for_each(self, body: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-        """`steps_done = body(i, steps_done)` for every item; returns the number of K/V steps done."""
-
-        rounds = self.total // lax.axis_size("cta")
-        count = rounds + (self._index(rounds) < self.total).astype(jnp.int32)
-        return lax.fori_loop(0, count, body, jnp.int32(0))
 
 
 class _RegisterAccumulator:
@@ -247,7 +105,8 @@ def _prefill_kernel(
     v_ref,  # [N, KVH, BS, D]
     block_tables_ref,  # [S, M]
     tiles_ref,  # [max_tiles, 6]
-    num_tiles_ref,  # [1]
+    sections_ref,  # [max_tiles, 3]
+    num_tiles_ref,  # [2]
     *refs,  # sinks [H] where there are any; then out [T, H, D]
     group: int,
     scale: float,
@@ -258,16 +117,27 @@ def _prefill_kernel(
     *sinks_ref, out_ref = refs
     _, num_heads, head_dim = q_ref.shape
     block_size = k_ref.shape[2]
-    block_kv, stages = params.block_kv, params.num_stages
-    per_item = heads_per_item(group)
+    block_kv, stages, q_buffers = params.block_kv, params.num_stages, params.q_buffers
     copy_tokens = min(block_size, block_kv)
     num_copies = block_kv // copy_tokens
-    items = _Items(tiles_ref, num_tiles_ref, num_heads, per_item, block_kv, window)
+    items = item_lists.ItemList(tiles_ref, sections_ref, num_tiles_ref, num_heads, group, window, params)
+    per_item = items.per_item
     in_smem = params.accumulate_in_smem
+    if params.ctas == 1:
+        multicast, kv_free = {}, functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS, num_barriers=stages)
+        first_consumer = 0
+    else:
+        multicast = {"collective_axes": "rank"}
+        kv_free = functools.partial(
+            plgpu.ClusterBarrier, collective_axes=("rank",), num_arrivals=CONSUMERS, num_barriers=stages
+        )
+        first_consumer = lax.axis_index("rank") * CONSUMERS
 
     @functools.partial(
         pl.run_scoped,
-        q_smem=swizzled_smem((CONSUMERS, ROWS, head_dim), q_ref.dtype),
+        q_smem=swizzled_smem((q_buffers, CONSUMERS, ROWS, head_dim), q_ref.dtype),
+        # Records, and the two places of claims.
+        record_smem=plgpu.SMEM((q_buffers + 2, item_lists.NUM_FIELDS), jnp.int32),
         k_smem=swizzled_smem((stages, block_kv, head_dim), k_ref.dtype),
         v_smem=swizzled_smem((stages, block_kv, head_dim), v_ref.dtype),
         o_smem=tuple(  # the same memory in two layouts
@@ -276,21 +146,22 @@ def _prefill_kernel(
         ),
         p_smem=swizzled_smem((CONSUMERS, ROWS, block_kv), v_ref.dtype) if in_smem else None,
         acc_smem=plgpu.SMEM((CONSUMERS, ROWS, head_dim), jnp.float32) if in_smem else None,
-        q_ready=plgpu.Barrier(num_arrivals=CONSUMERS),
+        q_ready=plgpu.Barrier(num_arrivals=CONSUMERS + 1, num_barriers=q_buffers),
         k_ready=plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
         v_ready=plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
-        q_free=plgpu.Barrier(num_arrivals=CONSUMERS),
-        k_free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-        v_free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+        q_free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=q_buffers),
+        k_free=kv_free(),
+        v_free=kv_free(),
         # One a stage: consumer 0 cannot come to a stage again before consumer 1 has released, so observed, it. With a
         # single barrier it could be two completions ahead, which hangs a waiter that knows phases by their parity.
         v_clean=plgpu.Barrier(num_barriers=stages),
         turn=plgpu.Barrier(num_barriers=CONSUMERS),
+        claimed=plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=2) if params.ctas > 1 else None,
         collective_axes="wg",
     )
     def _scope(
-        q_smem, k_smem, v_smem, o_smem, p_smem, acc_smem,
-        q_ready, k_ready, v_ready, q_free, k_free, v_free, v_clean, turn,
+        q_smem, record_smem, k_smem, v_smem, o_smem, p_smem, acc_smem,
+        q_ready, k_ready, v_ready, q_free, k_free, v_free, v_clean, turn, claimed,
     ):  # fmt: skip
         wg = lax.axis_index("wg")
 
@@ -298,29 +169,39 @@ def _prefill_kernel(
         def _producer():
             plgpu.set_max_registers(40, action="decrease")
 
-            def page_ids(item, step):
+            def page_ids(row, item, step):
                 """Block ids of a step's copies; past the row's end its last real block again."""
                 last = (item.seq_len - 1) // block_size
                 blocks = [(step * block_kv + i * copy_tokens) // block_size for i in range(num_copies)]
-                return tuple(block_tables_ref[item.row, jnp.minimum(b, last)] for b in blocks)
+                return tuple(block_tables_ref[row, jnp.minimum(b, last)] for b in blocks)
 
-            def load_item(i, done):
-                item = items.read(i)
+            def await_record(i):
+                buffer = lax.rem(i, q_buffers)
 
-                @pl.when(done > 0)
+                @pl.when(i >= q_buffers)
                 def _():
-                    plgpu.barrier_wait(q_free)
+                    plgpu.barrier_wait(q_free.at[buffer])
 
+                return buffer
+
+            def load_item(carry):
+                i, done, index = carry
+                row, item = items.read(index)
+                buffer = await_record(i)
+                item.write(record_smem.at[buffer])
+                plgpu.barrier_arrive(q_ready.at[buffer])
                 for consumer in range(CONSUMERS):
-                    head, offset = item.part(consumer, per_item)
+                    head, offset = item.part(first_consumer + consumer, per_item)
                     plgpu.copy_gmem_to_smem(
-                        q_ref.at[pl.ds(item.token + offset, ROWS), head], q_smem.at[consumer], q_ready
+                        q_ref.at[pl.ds(item.token + offset, ROWS), head],
+                        q_smem.at[buffer, consumer],
+                        q_ready.at[buffer],
                     )
 
                 def load_step(step, carry):
                     done, pages = carry
                     slot = lax.rem(done, stages)
-                    next_pages = page_ids(item, jnp.minimum(step + 1, item.end_step - 1))
+                    next_pages = page_ids(row, item, jnp.minimum(step + 1, item.end_step - 1))
                     offset = lax.rem(step * block_kv, block_size) if block_size > block_kv else 0
                     for source, smem, ready, free in (
                         (k_ref, k_smem, k_ready, k_free),
@@ -336,20 +217,32 @@ def _prefill_kernel(
                                 source.at[page, item.head // group, pl.ds(offset, copy_tokens)],
                                 smem.at[slot, pl.ds(c * copy_tokens, copy_tokens)],
                                 ready.at[slot],
+                                **multicast,
                             )
                     return done + 1, next_pages
 
-                init = (done, page_ids(item, item.first_step))
-                return lax.fori_loop(item.first_step, item.end_step, load_step, init)[0]
+                init = (done, page_ids(row, item, item.first_step))
+                done, _ = lax.fori_loop(item.first_step, item.end_step, load_step, init)
+                return i + 1, done, items.deal(i + 1, record_smem.at[pl.ds(q_buffers, 2), pl.ds(0, 1)], claimed)
 
-            total = items.for_each(load_item)
+            zero = jnp.int32(0)
+            init = (zero, zero, items.deal(zero, record_smem.at[pl.ds(q_buffers, 2), pl.ds(0, 1)], claimed))
+            count, done, _ = lax.while_loop(lambda carry: carry[2] < items.total, load_item, init)
+            buffer = await_record(count)
+            item_lists.write_end(record_smem.at[buffer])
+            for _ in range(CONSUMERS + 1):
+                plgpu.barrier_arrive(q_ready.at[buffer])
 
-            def drain(i, _):
+            # Nobody may leave before the last completion of every barrier has been seen.
+            def drain_kv(i, _):
                 plgpu.barrier_wait(k_free.at[lax.rem(i, stages)])
                 plgpu.barrier_wait(v_free.at[lax.rem(i, stages)])
 
-            lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
-            pl.when(total > 0)(lambda: plgpu.barrier_wait(q_free))
+            def drain_q(i, _):
+                plgpu.barrier_wait(q_free.at[lax.rem(i, q_buffers)])
+
+            lax.fori_loop(jnp.maximum(done - stages, 0), done, drain_kv, None)
+            lax.fori_loop(jnp.maximum(count - q_buffers + 1, 0), count, drain_q, None)
 
         @pl.when(wg < CONSUMERS)
         def _consumer():
@@ -372,8 +265,10 @@ def _prefill_kernel(
                 if params.take_turns:
                     plgpu.barrier_arrive(turn.at[1 - wg])
 
-            def wait_for_values(item, step, slot):
+            def wait_for_values(item, step, slot, *, is_last=False):
                 plgpu.barrier_wait(v_ready.at[slot])
+                if window is None and not is_last:  # only a row's last tile has unused slots
+                    return
                 high = item.seq_len - step * block_kv
                 low = 0 if window is None else item.position + item.low - window + 1 - step * block_kv
 
@@ -402,12 +297,11 @@ def _prefill_kernel(
                 p = jnp.exp2(s * to_log2 - per_row(m_new, scores_shape))
                 return p.astype(v_smem.dtype), m_new, total * alpha + p.sum(axis=1), alpha
 
-            def attend(i, done, acc):
-                item = items.read(i)
-                head, offset = item.part(wg, per_item)
+            def attend(buffer, done, acc):
+                item = item_lists.Item.read(record_smem.at[buffer])
+                _, offset = item.part(first_consumer + wg, per_item)
                 position = item.position + offset
-                q = q_smem.at[wg]
-                plgpu.barrier_wait(q_ready)
+                q = q_smem.at[buffer, wg]
 
                 def first_step(s_ref):
                     slot = lax.rem(done, stages)
@@ -448,14 +342,16 @@ def _prefill_kernel(
                 carry = pl.run_scoped(first_step, plgpu.ACC(scores_shape, jnp.float32))
                 carry = lax.fori_loop(second, diagonal, functools.partial(next_step, masked=False), carry)
                 carry = lax.fori_loop(diagonal, end, functools.partial(next_step, masked=True), carry)
-                plgpu.barrier_arrive(q_free)
 
                 p, m, total = carry
                 last_slot = lax.rem(done + end - 1 - item.first_step, stages)
-                wait_for_values(item, end - 1, last_slot)
+                wait_for_values(item, end - 1, last_slot, is_last=True)
                 acc.add(p, v_smem.at[last_slot])
                 out = acc.read()
                 plgpu.barrier_arrive(v_free.at[last_slot])
+                done = done + end - item.first_step
+                item = item_lists.Item.read(record_smem.at[buffer])  # again: not worth registers through the loop
+                head, offset = item.part(first_consumer + wg, per_item)
                 if sinks_ref:
                     sink = sinks_ref[0][head]
                     m_new = jnp.maximum(m, sink)
@@ -467,7 +363,7 @@ def _prefill_kernel(
                 for consumer in range(CONSUMERS):
                     write = functools.partial(store, out, item.token + offset, head, low, high, *o_smem[consumer])
                     pl.when(wg == consumer)(write)
-                return done + end - item.first_step
+                return done
 
             def store(out, token, head, low, high, o_swizzled, o_plain):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -495,17 +391,28 @@ def _prefill_kernel(
 
                         size //= 2
 
-            def attend_item(i, done):
+            def attend_item(carry):
+                i, done, _ = carry
+                buffer = lax.rem(i, q_buffers)
                 if in_smem:
-                    return attend(i, done, _SharedAccumulator(acc_smem.at[wg], p_smem.at[wg]))
-                return pl.run_scoped(
-                    lambda ref: attend(i, done, _RegisterAccumulator(ref)),
-                    plgpu.ACC(out_shape, jnp.float32),
-                )
+                    done = attend(buffer, done, _SharedAccumulator(acc_smem.at[wg], p_smem.at[wg]))
+                else:
+                    done = pl.run_scoped(
+                        lambda ref: attend(buffer, done, _RegisterAccumulator(ref)),
+                        plgpu.ACC(out_shape, jnp.float32),
+                    )
+                plgpu.barrier_arrive(q_free.at[buffer])
+                return i + 1, done, await_item(i + 1)
+
+            def await_item(i):
+                buffer = lax.rem(i, q_buffers)
+                plgpu.barrier_wait(q_ready.at[buffer])
+                return item_lists.is_item(record_smem.at[buffer])
 
             if params.take_turns:
                 pl.when(wg == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
-            items.for_each(attend_item)
+            zero = jnp.int32(0)
+            lax.while_loop(lambda carry: carry[2], attend_item, (zero, zero, await_item(zero)))
             if params.take_turns:
                 pl.when(wg == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
             plgpu.wait_smem_to_gmem(0)
@@ -526,7 +433,7 @@ def prefill_attention(
     """Attention of the batch's prefill rows. Other tokens keep what `out` holds (undefined without it)."""
     num_tokens = q.shape[0]
     q = pad_rows(q, multiple=TILE_ROWS, minimum=ROWS)
-    operands = [q, k_cache, v_cache, block_tables, plan.tiles, plan.num_tiles]
+    operands = [q, k_cache, v_cache, block_tables, plan.tiles, plan.sections, plan.num_tiles]
     if sinks is not None:
         operands.append(sinks.astype(jnp.float32) * LOG2E)
     kernel = functools.partial(
@@ -539,12 +446,17 @@ def prefill_attention(
             softcap=softcap,
             params=plan.params,
         ),
-        grid=(plan.params.num_sms,),
+        grid=(max(plan.params.num_sms // plan.params.ctas, 1),),
         grid_names=("cta",),
+        **({"cluster": (plan.params.ctas,), "cluster_names": ("rank",)} if plan.params.ctas > 1 else {}),
         num_threads=CONSUMERS + 1,
         thread_name="wg",
         kernel_name="paged_prefill",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=0,  # reductions stay inside groups of four threads
+        ),
     )
     if out is None:
         out = kernel(out_type=jax.ShapeDtypeStruct(q.shape, q.dtype))(*operands)
