@@ -7,7 +7,7 @@ import dataclasses
 import os
 from typing import Any, NoReturn
 
-from jaxinfer.config import DTYPES, KERNELS, LOAD_FORMATS, EngineConfig
+from jaxinfer.config import DTYPES, KERNELS, KV_CACHE_DTYPES, LOAD_FORMATS, EngineConfig
 from jaxinfer.core import SamplingParams
 
 
@@ -28,6 +28,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype", choices=("auto", *DTYPES), default="auto", help="default: float32 on CPU, else bfloat16"
     )
+    group.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="default: --dtype")
     group.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="'dummy' makes random weights")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus output, in tokens")
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once")
