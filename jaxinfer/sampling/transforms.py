@@ -1,11 +1,9 @@
-"""The transforms, each [S, V] -> [S, V] in float32, in the order in which `process` applies them.
+"""The transforms before the temperature, each [S, V] -> [S, V] in float32, in the order in which they are applied.
 
 `-inf` means "never". Where only some rows use a feature, the others' values pass through unchanged to the bit.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +12,6 @@ from jaxinfer.batch import Features
 from jaxinfer.core import MAX_BAD_WORD_LEN
 
 NEVER = -jnp.inf
-MIN_TEMPERATURE = 1e-6
-"""Smaller temperatures act like this one: 1 / T stays finite, and a gap of 1e-4 already decides."""
 
 
 def only_allowed(logits: jax.Array, masks: jax.Array) -> jax.Array:
@@ -82,66 +78,3 @@ def penalise(logits: jax.Array, features: Features, positions: jax.Array) -> jax
     frequency, presence = features.frequency_penalty[:, None], features.presence_penalty[:, None]
     penalty = frequency * counts.astype(jnp.float32) + presence * (counts > 0).astype(jnp.float32)
     return jnp.where(counts > 0, logits - penalty, logits)
-
-
-def apply_temperature(logits: jax.Array, temperature: jax.Array) -> jax.Array:
-    """(logits - their maximum) / temperature: the best is 0 at any temperature. Greedy rows are only shifted."""
-    shifted = logits - jnp.max(logits, axis=1, keepdims=True)
-    divisor = jnp.where(temperature > 0, jnp.maximum(temperature, MIN_TEMPERATURE), 1.0)
-    return shifted / divisor[:, None]
-
-
-def keep_min_p(logits: jax.Array, min_p: jax.Array) -> jax.Array:
-    """Keeps the ids whose probability is at least `min_p` times the best one's. The best logit is 0."""
-    return jnp.where(logits >= jnp.log(min_p)[:, None], logits, NEVER)
-
-
-def keep_top_k(logits: jax.Array, top_k: jax.Array) -> jax.Array:
-    """Keeps exactly the `top_k` best, int32 [S], in the order (logit descending, id ascending)."""
-    keys = _ordered(logits)
-    # The k-th largest key: the largest threshold that at least k keys reach, found bit by bit.
-    threshold = _search(
-        lambda bound: jnp.sum((keys >= bound[:, None]).astype(jnp.int32), axis=1) >= top_k, logits.shape[0]
-    )
-    above, ties = keys > threshold[:, None], keys == threshold[:, None]
-    room = top_k - jnp.sum(above.astype(jnp.int32), axis=1)
-    first_ties = ties & (jnp.cumsum(ties.astype(jnp.int32), axis=1) <= room[:, None])
-    return jnp.where(above | first_ties, logits, NEVER)
-
-
-def keep_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Keeps an id iff the mass strictly before it, in the order of `keep_top_k`, is below `top_p` of the whole."""
-    keys = _ordered(logits)
-    weights = jnp.exp(logits)  # the best logit is 0
-    bound = top_p * jnp.sum(weights, axis=1)
-
-    def mass_from(threshold: jax.Array, *, strictly: bool) -> jax.Array:
-        inside = keys > threshold[:, None] if strictly else keys >= threshold[:, None]
-        return jnp.sum(jnp.where(inside, weights, 0.0), axis=1)
-
-    # The smallest key that is kept: the largest threshold from which on the mass reaches the bound.
-    threshold = _search(lambda candidate: mass_from(candidate, strictly=False) >= bound, logits.shape[0])
-    above, ties = keys > threshold[:, None], keys == threshold[:, None]
-    tie_weight = jnp.max(jnp.where(ties, weights, 0.0), axis=1)
-    mass_before = mass_from(threshold, strictly=True)[:, None] + (
-        (jnp.cumsum(ties.astype(jnp.float32), axis=1) - 1.0) * tie_weight[:, None]
-    )
-    kept = jnp.where(above | (ties & (mass_before < bound[:, None])), logits, NEVER)
-    return jnp.where(top_p[:, None] < 1.0, kept, logits)
-
-
-def _ordered(logits: jax.Array) -> jax.Array:
-    """float32 -> uint32 with the same order; -0.0 and 0.0 are equal."""
-    bits = jax.lax.bitcast_convert_type(logits + 0.0, jnp.uint32)
-    is_negative = bits >> 31 != 0
-    return jnp.where(is_negative, ~bits, bits | jnp.uint32(0x80000000))
-
-
-def _search(holds: Callable[[jax.Array], jax.Array], num_rows: int) -> jax.Array:
-    """The largest uint32 threshold a row for which `holds` (true for small ones); 0 where it never does."""
-
-    def try_bit(number: jax.Array, threshold: jax.Array) -> jax.Array:
-        candidate = threshold | (jnp.uint32(0x80000000) >> number.astype(jnp.uint32))
-        return jnp.where(holds(candidate), candidate, threshold)
-
-    return jax.lax.fori_loop(0, 32, try_bit, jnp.zeros((num_rows,), jnp.uint32))

@@ -15,16 +15,22 @@ from numpy_sampler import chi_square_p, probabilities, process
 from jaxinfer.batch import Carry, DeviceShapes, Features, Rows, features_from_columns
 from jaxinfer.core import Request, SamplingParams
 from jaxinfer.engine.inputs import feature_values
-from jaxinfer.sampling import sample_full, sample_plain, sampler
-from jaxinfer.sampling.choose import draw
-from jaxinfer.sampling.noise import Stream, gumbel, row_keys, uniform
-from jaxinfer.sampling.transforms import keep_top_k, keep_top_p
+from jaxinfer.kernels.sampling.noise import Stream, gumbel, row_keys, uniform
+from jaxinfer.kernels.sampling.reference import cut, draw, keep_top_k, keep_top_p
+from jaxinfer.sampling import sample_full, sample_plain
+from jaxinfer.sampling.sampler import adjust
 
 V = 300
 SHAPES = DeviceShapes(num_slots=8, max_blocks=4, max_len=64, vocab_size=V)
 full = jax.jit(sample_full)
 plain = jax.jit(sample_plain)
-run_process = jax.jit(sampler.process)
+
+
+@jax.jit
+def run_process(logits, features: Features, positions, temperature):
+    """The whole pipeline up to the choice."""
+    adjusted = adjust(logits, features, positions)
+    return cut(adjusted, temperature, min_p=features.min_p, top_k=features.top_k, top_p=features.top_p)
 
 
 def make_request(params: SamplingParams, prompt=(1, 2, 3), output=(), end_ids=(), bad_words=(), seed=0) -> Request:

@@ -11,6 +11,7 @@ from enum import IntEnum
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class Stream(IntEnum):
@@ -23,19 +24,30 @@ class Stream(IntEnum):
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)
+
+
+def key_words(low: jax.Array, high: jax.Array, positions: jax.Array, stream: Stream) -> tuple[jax.Array, jax.Array]:
+    """The two words of a row key, uint32, from the seed's words (uint32) and positions (int32), all of one shape."""
+    state = _mix(low + np.uint32(0x9E3779B9))
+    state = _mix(state ^ (high + np.uint32(0x7F4A7C15)))
+    state = _mix(state ^ (positions.astype(jnp.uint32) * np.uint32(0x85EBCA6B) + np.uint32(stream)))
+    return state, _mix(state + np.uint32(0x6A09E667))
 
 
 def row_keys(seeds: jax.Array, positions: jax.Array, stream: Stream) -> jax.Array:
     """uint32 [S, 2] from seeds uint32 [S, 2] (low and high word) and positions int32 [S]."""
-    low, high = seeds[:, 0], seeds[:, 1]
-    position = positions.astype(jnp.uint32)
-    state = _mix(low + jnp.uint32(0x9E3779B9))
-    state = _mix(state ^ (high + jnp.uint32(0x7F4A7C15)))
-    state = _mix(state ^ (position * jnp.uint32(0x85EBCA6B) + jnp.uint32(int(stream))))
-    return jnp.stack([state, _mix(state + jnp.uint32(0x6A09E667))], axis=1)
+    return jnp.stack(key_words(seeds[:, 0], seeds[:, 1], positions, stream), axis=1)
+
+
+def unit(first: jax.Array, second: jax.Array, indices: jax.Array) -> jax.Array:
+    """float32 in (0, 1) with 32 bits from the two words of a key, uint32, and indices, int32; shapes broadcast."""
+    mixed = _mix(indices.astype(jnp.uint32) ^ first)
+    mixed = _mix(mixed + second)
+    w = (mixed.astype(jnp.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    return jnp.minimum(w, np.float32(1.0 - 2.0**-24))
 
 
 def gumbel(keys: jax.Array, indices: jax.Array) -> jax.Array:
@@ -44,11 +56,7 @@ def gumbel(keys: jax.Array, indices: jax.Array) -> jax.Array:
     -log(-log1p(-w)) for w uniform in (0, 1) with 32 bits: w near 0 gives the large values that win, and that is where
     floating point is finest.
     """
-    mixed = _mix(indices.astype(jnp.uint32) ^ keys[:, :1])
-    mixed = _mix(mixed + keys[:, 1:])
-    w = (mixed.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
-    w = jnp.minimum(w, jnp.float32(1.0 - 2.0**-24))
-    return -jnp.log(-jnp.log1p(-w))
+    return -jnp.log(-jnp.log1p(-unit(keys[:, :1], keys[:, 1:], indices)))
 
 
 def uniform(keys: jax.Array) -> jax.Array:

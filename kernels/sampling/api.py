@@ -1,0 +1,84 @@
+"""`sample`: validates, then dispatches."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.kernels.sampling import reference
+
+IMPLEMENTATIONS = ("mosaic_gpu", "reference")
+
+
+def choose(platform: str, *, compute_capability: str) -> str:
+    """The fastest implementation: Hopper's kernels there, the reference elsewhere.
+
+    Args:
+      platform: "cpu", "gpu" or "tpu".
+      compute_capability: of the GPU, such as "9.0".
+    """
+    return "mosaic_gpu" if platform == "gpu" and compute_capability == "9.0" else "reference"
+
+
+@partial(jax.jit, static_argnames=("implementation",))
+def sample(
+    logits: jax.Array,
+    temperature: jax.Array,
+    seeds: jax.Array,
+    positions: jax.Array,
+    *,
+    min_p: jax.Array | None = None,
+    top_k: jax.Array | None = None,
+    top_p: jax.Array | None = None,
+    implementation: str = "reference",
+) -> jax.Array:
+    """Chooses a token a row: temperature -> min_p -> top_k -> top_p -> greedy or drawn.
+
+    Every cut keeps a prefix of the ids in the order (scaled logit descending, id ascending), so exactly k remain after
+    top_k, and the best id always remains. The draw is Gumbel-max in two levels (`reference.draw`); its noise is a hash
+    of (seed, position, index), so that a row's token depends on no other row and not on V's padding with -inf.
+
+    Args:
+      logits: float32 [S, V]; -inf is never chosen.
+      temperature: float32 [S]: 0 is greedy, the lowest id among equal maxima.
+      seeds: uint32 [S, 2]: low and high word.
+      positions: int32 [S]: where the chosen token will stand.
+      min_p: float32 [S]: keeps ids at least this times as likely as the best; 0 is off. None is off for all rows.
+      top_k: int32 [S]: keeps the k best; V or more is off. None is off for all rows.
+      top_p: float32 [S]: keeps an id iff the mass strictly before it is below this share of what the cuts before
+        left; 1 is off. None is off for all rows.
+      implementation: one of `IMPLEMENTATIONS`.
+
+    Returns:
+      int32 [S]; -1 where no token can be chosen: the row's maximum is -inf, inf or NaN.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit.
+      NotImplementedError: the implementation cannot do this case.
+    """
+    if logits.ndim != 2 or logits.dtype != jnp.float32:
+        raise ValueError(f"logits must be float32 [S, V], got {logits.dtype} {logits.shape}")
+    rows = logits.shape[0]
+    expected = {
+        "temperature": (temperature, (rows,), jnp.float32),
+        "seeds": (seeds, (rows, 2), jnp.uint32),
+        "positions": (positions, (rows,), jnp.int32),
+        "min_p": (min_p, (rows,), jnp.float32),
+        "top_k": (top_k, (rows,), jnp.int32),
+        "top_p": (top_p, (rows,), jnp.float32),
+    }
+    for name, (value, shape, dtype) in expected.items():
+        if value is not None and (value.shape != shape or value.dtype != dtype):
+            raise ValueError(f"{name} must be {jnp.dtype(dtype)} {shape}, got {value.dtype} {value.shape}")
+    arguments = (logits, temperature, seeds, positions)
+    cuts: dict[str, Any] = {"min_p": min_p, "top_k": top_k, "top_p": top_p}
+    if implementation == "mosaic_gpu":
+        from jaxinfer.kernels.sampling import mosaic_gpu
+
+        return mosaic_gpu.sample(*arguments, **cuts)
+    if implementation == "reference":
+        return reference.sample(*arguments, **cuts)
+    raise NotImplementedError(f"sampling has no implementation {implementation!r}")

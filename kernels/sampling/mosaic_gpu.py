@@ -1,0 +1,49 @@
+"""Sampling on Hopper: one pass over the logits that leaves two numbers a tile, then a small kernel that chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.kernels.sampling.mosaic_gpu_common import MIN_VOCAB, TILE
+from jaxinfer.kernels.sampling.mosaic_gpu_cuts import CutsParams, pick_with_cuts
+from jaxinfer.kernels.sampling.mosaic_gpu_pick import pick
+from jaxinfer.kernels.sampling.mosaic_gpu_tiles import TilesParams, reduce_tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """Tuning of both kernels."""
+
+    tiles: TilesParams = dataclasses.field(default_factory=TilesParams)
+    cuts: CutsParams = dataclasses.field(default_factory=CutsParams)
+
+
+def sample(
+    logits: jax.Array,
+    temperature: jax.Array,
+    seeds: jax.Array,
+    positions: jax.Array,
+    *,
+    min_p: jax.Array | None = None,
+    top_k: jax.Array | None = None,
+    top_p: jax.Array | None = None,
+    params: Params = Params(),
+) -> jax.Array:
+    """See `api.sample`. Rows that are no whole tiles are copied to be so, which costs two more passes."""
+    vocab = logits.shape[1]
+    padded = max(-(-vocab // TILE) * TILE, MIN_VOCAB)
+    if padded != vocab:
+        logits = jnp.pad(logits, ((0, 0), (0, padded - vocab)), constant_values=-jnp.inf)
+    tiles = logits.reshape(logits.shape[0], -1, TILE)
+    maxima, sums = reduce_tiles(tiles, temperature, params=params.tiles)
+    known = (tiles, maxima, sums, temperature, seeds, positions)
+    if min_p is None and top_k is None and top_p is None:
+        return pick(*known)
+    rows = temperature.shape
+    log_min_p = jnp.full(rows, -jnp.inf) if min_p is None else jnp.log(min_p)
+    top_k = jnp.full(rows, vocab, jnp.int32) if top_k is None else jnp.maximum(top_k, 1)
+    top_p = jnp.ones(rows) if top_p is None else top_p
+    return pick_with_cuts(*known, log_min_p, jnp.where(top_k < vocab, top_k, padded), top_p, params=params.cuts)
