@@ -1,0 +1,104 @@
+"""Parameters of the Hopper kernel, and for which products and how many rows it is known to beat XLA's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+
+ATOM = 64  # columns of a swizzled tile, and wgmma's M
+ROWS = 16  # rows of x come in multiples of this
+MAX_SMEM = 226 * 1024
+MAX_ROWS = 128
+SPLITS = (1, 2, 4, 8)
+DEFAULT_DEVICE = "NVIDIA H200"
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """What is multiplied: x [rows, size] with a weight [size, segments, columns]; segments is 2 for a gated one."""
+
+    rows: int
+    size: int
+    segments: int
+    columns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """Tuning.
+
+    block_n: output columns a cluster, a multiple of 64. splits: CTAs of a cluster, which share K. block_k: rows of a
+    weight tile, a multiple of 64. num_stages: tiles in flight a CTA.
+    overlap: launch while the kernel before still runs; off in the interpreter, which does not know it.
+    exchange: partial sums go through "shared" memory, or "device" memory, which the interpreter can follow.
+    """
+
+    block_n: int = 64
+    splits: int = 4
+    block_k: int = 64
+    num_stages: int = 4
+    overlap: bool = True
+    exchange: str = "shared"
+
+    def __post_init__(self) -> None:
+        if self.block_n % ATOM or self.block_k % ATOM or self.block_n <= 0 or self.block_k <= 0:
+            raise ValueError(f"block_n {self.block_n} and block_k {self.block_k} must be multiples of {ATOM}")
+        if self.splits not in SPLITS:
+            raise ValueError(f"splits must be one of {SPLITS}, got {self.splits}")
+        if self.num_stages < 2:
+            raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
+        if self.exchange not in ("shared", "device"):
+            raise ValueError(f"exchange must be shared or device, got {self.exchange!r}")
+
+    def smem_bytes(self, product: Product) -> int:
+        """Shared memory of a CTA, barriers apart."""
+        num_tiles = product.size // self.splits // self.block_k
+        stage = self.block_k * (product.segments * self.block_n + product.rows) * 2
+        sums = product.segments * product.rows * self.block_n * 4
+        return min(self.num_stages, num_tiles) * stage + sums + product.size // self.splits * 2
+
+    def check(self, product: Product) -> None:
+        """Raise NotImplementedError, with the values, for a product that these parameters cannot do."""
+        if product.rows % ROWS or not 0 < product.rows <= MAX_ROWS:
+            raise NotImplementedError(f"{product.rows} rows are no multiple of {ROWS} up to {MAX_ROWS}")
+        if product.columns % self.block_n or product.size % (self.splits * self.block_k):
+            raise NotImplementedError(f"{product} cannot be cut by {self}")
+        if self.smem_bytes(product) > MAX_SMEM:
+            raise NotImplementedError(f"{product} needs {self.smem_bytes(product)} bytes of shared memory with {self}")
+
+
+@functools.cache
+def tuned_params(product: Product, *, device_kind: str = DEFAULT_DEVICE) -> Params | None:
+    """Parameters from `tuned/`, or None where the kernel is not known to win.
+
+    The file has, for `<size>x<segments>x<columns>`, parameters by the largest number of rows that they serve.
+    """
+    path = pathlib.Path(__file__).parent / "tuned" / f"{device_kind.lower().replace(' ', '_')}.json"
+    if not path.exists() or product.rows % ROWS:
+        return None
+    tuned = json.loads(path.read_text()).get(f"{product.size}x{product.segments}x{product.columns}", {})
+    fitting = [int(rows) for rows in tuned if int(rows) >= product.rows]
+    return Params(**tuned[str(min(fitting))]) if fitting else None
+
+
+def default_params(product: Product) -> Params:
+    """Parameters for a product that nobody has tuned: about one CTA an SM, half of its memory.
+
+    Raises:
+      NotImplementedError: none fit.
+    """
+    splits = [s for s in SPLITS if product.size % (s * ATOM) == 0 and product.rows % s == 0]
+    candidates = [(n, s) for n in (128, 64) for s in splits if product.columns % n == 0]
+    if product.rows % ROWS or not candidates:
+        raise NotImplementedError(f"{product} cannot be cut into tiles of {ATOM} columns and {ATOM} rows")
+
+    def distance(candidate: tuple[int, int]) -> float:
+        block_n, splits = candidate
+        return abs(math.log(product.columns / block_n * splits / 132))
+
+    block_n, splits = min(candidates, key=distance)
+    stage = ATOM * (product.segments * block_n + product.rows) * 2
+    return Params(block_n=block_n, splits=splits, num_stages=max(2, 96 * 1024 // stage))
