@@ -19,19 +19,20 @@ MEASURE_ROOF = measure._measure_roof
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("bench") / "model", seed=4)
+    return write_model(tmp_path_factory.mktemp("bench") / "model", seed=4, num_hidden_layers=1)
 
 
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(bench, "prepare_backend", lambda args: None)  # it sets variables of the whole process
     monkeypatch.setattr(measure, "_measure_roof", lambda: Roof(1e12, 1e15, "measured"))
 
 
 @pytest.fixture
 def flags(folder):
-    return ["--model", str(folder), "--num-blocks", "32", "--max-num-seqs", "4", "--max-num-batched-tokens", "32"]
+    return ["--model", str(folder), "--num-blocks", "128", "--max-num-seqs", "3", "--max-num-batched-tokens", "16"]
 
 
 def call(command, flags, *more) -> int:
@@ -41,7 +42,7 @@ def call(command, flags, *more) -> int:
         return int(stop.code or 0)
 
 
-SIZES = ["--num-prompts", "3", "--input-len", "9", "--output-len", "4"]
+SIZES = ["--num-prompts", "3", "--input-len", "5", "--output-len", "4"]
 NUMBER, TEXT = (int, float), str
 SUMMARY = dict.fromkeys(("count", "mean", "min", "p50", "p90", "p95", "p99", "max"), NUMBER)
 THROUGHPUT = dict.fromkeys(
@@ -110,10 +111,10 @@ def report_of(command, flags, capsys, *more) -> dict:
 
 def test_throughput(flags, capsys):
     report = report_of("throughput", flags, capsys, *SIZES)
-    expected = {"name": "fixed", "num_prompts": 3, "input_len": 9, "output_len": 4, "seed": 0, "temperature": 0.6}
+    expected = {"name": "fixed", "num_prompts": 3, "input_len": 5, "output_len": 4, "seed": 0, "temperature": 0.6}
     assert report["workload"] == expected
     got = report["measured"]["throughput"]
-    assert (got["num_requests"], got["num_prompt_tokens"], got["num_output_tokens"]) == (3, 27, 12)
+    assert (got["num_requests"], got["num_prompt_tokens"], got["num_output_tokens"]) == (3, 15, 12)
     assert got["output_tokens_per_second"] == pytest.approx(12 / got["seconds"])
     assert got["seconds"] == report["measured"]["seconds"]
     assert report["share_of_floor"]["output_tokens_per_second"] == pytest.approx(
@@ -127,14 +128,14 @@ def test_throughput(flags, capsys):
 
 def test_nano_bench(flags, capsys):
     """The workload by its name, cut to one request; its lengths are those of seed 0."""
-    report = report_of("throughput", flags, capsys, "--workload", "nano", "--num-prompts", "1", "--num-blocks", "128")
+    report = report_of("throughput", flags, capsys, "--workload", "nano", "--num-prompts", "1")
     job = bench.draw_nano(VOCAB, 1)[0]
     got = report["measured"]["throughput"]
     assert (got["num_prompt_tokens"], got["num_output_tokens"]) == (job.prompt_len, job.output_len)
 
 
 def test_latency(flags, capsys):
-    more = ["--batch-size", "2", "--input-len", "9", "--output-len", "4", "--iterations", "3"]
+    more = ["--batch-size", "2", "--input-len", "5", "--output-len", "4", "--iterations", "3"]
     report = report_of("latency", flags, capsys, *more)
     measured, floor = report["measured"], report["floor"]
     assert [measured[f"{name}_ms"]["count"] for name in ("ttft", "tpot", "itl", "e2e")] == [6, 6, 18, 6]
@@ -203,8 +204,9 @@ def test_profile(flags, tmp_path, capsys, monkeypatch):
         yield profile.Profile(tmp_path)
 
     monkeypatch.setattr(profile, "profile", trace)
+    monkeypatch.setattr(bench, "prepare_backend", lambda args: named.append(args.profile))
     assert call("throughput", flags, *SIZES, "--profile", "traces") == 0
-    assert named == ["traces"]
+    assert named == ["traces", "traces"]
     assert "no kernel ran" in capsys.readouterr().err
 
 
@@ -225,7 +227,7 @@ def test_a_named_shape_has_random_weights_and_no_tokenizer(capsys, monkeypatch):
         hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48, vocab_size=300
     )
     monkeypatch.setitem(shapes.SHAPES, "0.6b", small)
-    flags = ["--config", "0.6b", "--num-blocks", "4", "--max-num-seqs", "1", "--max-num-batched-tokens", "32"]
+    flags = ["--config", "0.6b", "--num-blocks", "4", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"]
     report = report_of("throughput", flags, capsys, *SIZES)
     assert report["model"]["name"] == "0.6b"
     assert report["model"]["architecture"] == "Qwen3ForCausalLM"
@@ -272,8 +274,8 @@ MISTAKES = {
     "temperature": ("latency", ["--temperature", "-1"], "temperature must be a finite number >= 0"),
     "setting": ("latency", ["--depth", "0"], "depth must be an integer of at least 1"),
     "config and model": ("latency", ["--config", "8b"], "give one of them"),
-    "too long": ("latency", ["--input-len", "500"], "request 0 has 500 + 128 tokens; max_model_len is 496"),
-    "batch": ("latency", ["--batch-size", "5"], "--batch-size 5 needs --max-num-seqs 5; it is 4"),
+    "too long": ("latency", ["--input-len", "2000"], "request 0 has 2000 + 128 tokens; max_model_len is 2032"),
+    "batch": ("latency", ["--batch-size", "5"], "--batch-size 5 needs --max-num-seqs 5; it is 3"),
 }
 
 
@@ -321,7 +323,7 @@ PARAMS = SamplingParams(temperature=0.6, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def subject(folder):
-    options = {"model": str(folder), "num_blocks": 32, "max_num_seqs": 1, "max_num_batched_tokens": 32}
+    options = {"model": str(folder), "num_blocks": 128, "max_num_seqs": 1, "max_num_batched_tokens": 16}
     return measure.load_subject(None, options)
 
 
@@ -349,7 +351,7 @@ def test_the_measured_part_is_what_around_surrounds(subject):
         yield
         seen.append(subject.llm.stats())
 
-    jobs = draw_fixed(VOCAB, 2, 20, 3)
+    jobs = draw_fixed(VOCAB, 2, 15, 3)
     result = measure.measure(subject, [jobs, jobs], PARAMS, around)
     before, after = seen
     assert before["num_steps"] > 0
