@@ -210,13 +210,14 @@ def make_report(
     floor = None
     if roof is not None:
         floor = floor_figures(floor_of(subject, jobs, result.records[: len(jobs)], roof), objectives)
+    errors = sorted({record.error for record in result.records if record.error is not None})
     return {
         "command": args.command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **describe(subject),
         "workload": {**workload.description, "temperature": args.temperature},
         "objectives_ms": None if objectives is None else objectives.to_dict(),
-        "measured": {**measured, "seconds": result.seconds, "counts": result.counts},
+        "measured": {**measured, "seconds": result.seconds, "counts": result.counts, "errors": errors},
         "roof": None if roof is None else asdict(roof),
         "floor": floor,
         "share_of_floor": None if floor is None else shares(measured, floor),

@@ -54,7 +54,10 @@ def footer(report: dict[str, Any]) -> list[str]:
     failed = measured["throughput"]["num_failed"]
     late = counts.get("num_programs", 0) + counts.get("num_compiles_while_serving", 0)
     doubts = [
-        (failed, f"{failed} requests failed"),
+        (
+            failed,
+            f"{failed} of {measured['throughput']['num_requests']} requests failed: {'; '.join(measured['errors'])}",
+        ),
         (late, "programs were compiled while it was measured: run it again with a warm compilation cache"),
         (counts.get("num_preemptions", 0), f"{counts.get('num_preemptions')} preemptions: the KV cache is too small"),
     ]

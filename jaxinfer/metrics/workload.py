@@ -75,8 +75,8 @@ def draw_arrivals(jobs: Sequence[Job], rate: float, seed: int = 0) -> list[Job]:
 def draw_warm_up(jobs: Sequence[Job], vocab_size: int, *, max_num_seqs: int, max_num_batched_tokens: int) -> list[Job]:
     """Requests that make an engine run everything the jobs will need: their longest prompts with other ids, at once.
 
-    As many as run at once and fill a step's budget. Every third token the number of rows is halved, so that every
-    smaller batch is run as well.
+    As many as run at once and fill a step's budget. They wait for each other's prompts; then, every third token, the
+    number of rows is halved, so that every smaller batch is run as well.
     """
     longest: list[Job] = []
     num_tokens = 0
@@ -85,14 +85,14 @@ def draw_warm_up(jobs: Sequence[Job], vocab_size: int, *, max_num_seqs: int, max
             break
         longest.append(job)
         num_tokens += job.prompt_len
-    rng, count = Random("warm-up"), len(longest)
-    return [
-        Job(
-            draw_ids(rng, job.prompt_len, vocab_size),
-            min(max(job.output_len, 1), 3 * (count // (number + 1)).bit_length()),
-        )
-        for number, job in enumerate(longest)
-    ]
+    rng, chunk = Random("warm-up"), max(max_num_batched_tokens - max_num_seqs, 1)
+    warm, behind = [], num_tokens
+    for number, job in enumerate(longest, start=1):
+        behind -= job.prompt_len
+        num_waits, num_halvings = -(-behind // chunk), (len(longest) // number).bit_length()
+        output_len = min(job.output_len, num_waits + 3 * num_halvings)
+        warm.append(Job(draw_ids(rng, job.prompt_len, vocab_size), output_len))
+    return warm
 
 
 def check_jobs(jobs: Iterable[Job], *, max_model_len: int, vocab_size: int) -> None:

@@ -75,6 +75,7 @@ SCHEMA = {
         **LATENCIES,
         "seconds": float,
         "counts": dict.fromkeys(measure.COUNTERS, int),
+        "errors": list,
     },
     "roof": {"bandwidth": float, "peak": float, "source": TEXT},
     "floor": {"throughput": THROUGHPUT, **LATENCIES, "cost": dict.fromkeys(COST, NUMBER)},
@@ -243,7 +244,7 @@ def test_failed_requests_are_counted_and_told(flags, capsys, monkeypatch):
 
     monkeypatch.setattr(measure, "drive", drive)
     assert call("throughput", flags, *SIZES) == 1
-    assert "note: 1 requests failed" in capsys.readouterr().out
+    assert "note: 1 of 3 requests failed: a step failed" in capsys.readouterr().out
 
 
 def test_interrupt_is_a_word(flags, capsys, monkeypatch):
