@@ -1,15 +1,17 @@
 """Check and time the kernels on the GPU at hand: `python scripts/bench_kernels.py [WORDS ...] [--no-baselines]`.
 
-Every case is checked against float32 attention on fresh random inputs with NaN in all unused slots, then timed.
-A line gives the time of one call, the rate, its share of the roof measured in the same run (reading for decode, a
-large matmul for prefill), the relative error, and the time of a baseline: jax's bundled paged attention for decode,
-cuDNN for prefill.
+Every attention case is checked against float32 attention on fresh random inputs with NaN in all unused slots, every
+cache write against the reference bit by bit; then it is timed. A line of the table gives the time of one call, the
+rate, its share of the roof measured in the same run (reading for decode, reading and writing for cache writes, a large
+matmul for prefill), the goal in units of the rate, the relative error, and the time of a baseline over ours: jax's
+bundled paged attention for decode, cuDNN for prefill, XLA's scatter for cache writes.
 
-Timing: the difference between long and short runs of calls that are dispatched ahead, median of 5; decode calls are
-chained 8 to a program and alternate between two caches, so that no call finds its keys in the L2 cache.
+Timing: the difference between long and short runs of calls that are dispatched ahead, median of 5. Short calls are
+chained in one program; decode calls take turns between two caches, so that none finds its keys in the L2 cache.
 """
 
 import argparse
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,14 +20,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.kernels.kv_update import api as kv_update_api
 from jaxinfer.kernels.paged_attention import arg_specs, mosaic_gpu
 from jaxinfer.kernels.paged_attention.arg_specs import Inputs, Spec
 
-CHAIN = 8
 MAX_ERROR = 1e-2
+CHECKED_ROWS = 24
+GOALS = {
+    "decode 256 x 1,024": 4000,
+    "decode 32 x 8,192": 4200,
+    "decode 16 x 4,096": 3700,
+    "decode 1 x 32,768": 3200,
+    "decode 256 ragged 100..2,000": 4000,
+    "prefill 8 x 1,024": 410,
+    "prefill 1 x 8,192": 700,
+    "prefill 1 x 32,768": 670,
+    "1,024 new on 7,168, 1 row": 550,
+    "1,024 new on 7,168, 8 rows": 610,
+}
+"""GB/s of K and V, or TFLOP/s: the best known figures for an H200, or a little more."""
+KV_UPDATES = {"kv_update 256 rows": 256, "kv_update 8,192 rows": 8192}
 
 
-def seconds_per_call(function: Callable, *arguments, calls: int = 12, repeats: int = 5) -> float:
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Seconds a call, its bytes or operations, and its error."""
+
+    seconds: float
+    work: float
+    error: float
+    baseline: float | None = None  # seconds
+    remark: str = ""
+
+
+def seconds_per_call(function: Callable, *arguments, calls: int = 6, repeats: int = 5) -> float:
     def run(count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
@@ -34,13 +62,19 @@ def seconds_per_call(function: Callable, *arguments, calls: int = 12, repeats: i
         return time.perf_counter() - start
 
     run(3)  # compiles; XLA captures a command buffer on the second call
-    return float(np.median([(run(calls + 2) - run(2)) / calls for _ in range(repeats)]))
+    return float(np.median([(run(calls + 1) - run(1)) / calls for _ in range(repeats)]))
 
 
 def reading_roof() -> float:
     """Bytes a second of a sum over 4 GiB."""
     x = jnp.ones(1 << 30, jnp.float32)
     return x.nbytes / seconds_per_call(jax.jit(jnp.sum), x)
+
+
+def copying_roof() -> float:
+    """Bytes a second, read and written, of adding 1 to 2 GiB of float32."""
+    x = jnp.ones(1 << 29, jnp.float32)
+    return 2 * x.nbytes / seconds_per_call(jax.jit(lambda x: x + 1), x)
 
 
 def matmul_roof() -> float:
@@ -50,11 +84,12 @@ def matmul_roof() -> float:
 
 
 def sample_queries(spec: Spec) -> Iterator[tuple[int, np.ndarray]]:
-    """(row, positions of queries) to check: every decode row; of three prefill rows the tile edges and some more."""
-    rng = np.random.default_rng(0)
-    rows = range(len(spec.seq_lens))
+    """(row, positions of queries) to check: some decode rows; of three prefill rows the tile edges and some more."""
+    rng, last = np.random.default_rng(0), len(spec.seq_lens) - 1
     if max(spec.query_lens) > 1:
-        rows = sorted({0, len(rows) // 2, len(rows) - 1})
+        rows = sorted({0, len(spec.seq_lens) // 2, last})
+    else:
+        rows = sorted({0, last, *rng.integers(0, last + 1, CHECKED_ROWS).tolist()})
     for row in rows:
         new, length = spec.query_lens[row], spec.seq_lens[row]
         edges = np.minimum([0, 1, 63, 64, new - 1], new - 1)
@@ -63,14 +98,17 @@ def sample_queries(spec: Spec) -> Iterator[tuple[int, np.ndarray]]:
 
 
 @partial(jax.jit, static_argnames="scale")
-def exact_attention(q: jax.Array, positions: jax.Array, inputs: Inputs, row: jax.Array, *, scale: float) -> jax.Array:
+def exact_attention(
+    q: jax.Array, positions: jax.Array, inputs: Inputs, row: jax.Array, scales: dict[str, jax.Array], *, scale: float
+) -> jax.Array:
     """float32 attention of queries q[n, H, D] at `positions` of one row, without matrix units."""
 
-    def gather(cache: jax.Array) -> jax.Array:
-        pages = cache[inputs.block_tables[row]].astype(jnp.float32)
+    def gather(cache: jax.Array, factor: jax.Array | float) -> jax.Array:
+        pages = cache[inputs.block_tables[row]].astype(jnp.float32) * factor
         return jnp.moveaxis(pages, 1, 0).reshape(cache.shape[1], -1, cache.shape[3])
 
-    keys, values = gather(inputs.k_cache), gather(inputs.v_cache)
+    keys = gather(inputs.k_cache, scales.get("k_scale", 1.0))
+    values = gather(inputs.v_cache, scales.get("v_scale", 1.0))
 
     def attend(query: tuple[jax.Array, jax.Array]) -> jax.Array:
         q, position = query
@@ -83,17 +121,19 @@ def exact_attention(q: jax.Array, positions: jax.Array, inputs: Inputs, row: jax
     return jax.lax.map(attend, (q, positions))
 
 
-def relative_error(spec: Spec, inputs: Inputs, out: jax.Array, *, scale: float) -> float:
+def relative_error(spec: Spec, inputs: Inputs, out: jax.Array) -> float:
+    """The worst row's; NaN if any output is not finite."""
     starts, worst = np.cumsum((0, *spec.query_lens)), 0.0
+    exact = partial(exact_attention, inputs=inputs, scales=arg_specs.make_scales(spec), scale=spec.head_dim**-0.5)
     for row, positions in sample_queries(spec):
         tokens = starts[row] + positions - (spec.seq_lens[row] - spec.query_lens[row])
-        expected = exact_attention(inputs.q[tokens], jnp.asarray(positions), inputs, jnp.asarray(row), scale=scale)
+        expected = exact(inputs.q[tokens], jnp.asarray(positions), row=jnp.asarray(row))
         got, expected = np.asarray(out[tokens].astype(jnp.float32)), np.asarray(expected)
         worst = max(worst, float(np.linalg.norm(got - expected) / np.linalg.norm(expected)))
-    return worst if np.isfinite(np.asarray(out.astype(jnp.float32))).all() else float("nan")
+    return worst if bool(jnp.isfinite(out).all()) else float("nan")
 
 
-def make_plan(spec: Spec, inputs: Inputs, params: mosaic_gpu.Params | None) -> mosaic_gpu.Plan:
+def make_plan(spec: Spec, inputs: Inputs, params: mosaic_gpu.Params | None = None) -> mosaic_gpu.Plan:
     build = partial(
         mosaic_gpu.plan,
         num_tokens=spec.num_tokens,
@@ -101,34 +141,48 @@ def make_plan(spec: Spec, inputs: Inputs, params: mosaic_gpu.Params | None) -> m
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         max_query_len=max(spec.query_lens),
+        is_fp8=spec.kv_dtype.itemsize == 1,
         params=params,
     )
     return jax.jit(build)(inputs.seq_lens, inputs.query_start_loc)
 
 
-def bench(spec: Spec, params: mosaic_gpu.Params | None = None) -> tuple[float, float]:
-    """(seconds a call, relative error)."""
+def bench_attention(
+    spec: Spec,
+    params: mosaic_gpu.Params | None = None,
+    sets: list[Inputs] | None = None,
+    *,
+    chain: int | None = None,
+) -> Result:
+    """Time and error of a case; `sets` are what `attention_inputs` made of it, `chain` calls make a program."""
+    sets = sets or attention_inputs(spec)
     is_decode = max(spec.query_lens) == 1
-    sets = [arg_specs.make_inputs(spec, seed=seed) for seed in range(2 if is_decode else 1)]
-    scale = spec.head_dim**-0.5
-    attend = jax.jit(partial(mosaic_gpu.paged_attention, scale=scale))
+    attend = jax.jit(partial(mosaic_gpu.paged_attention, **arg_specs.make_options(spec)))
     plan = make_plan(spec, sets[0], params)
-    error = max(relative_error(spec, x, attend(*x, step_plan=plan), scale=scale) for x in sets)
+    error = max(relative_error(spec, x, attend(*x, step_plan=plan)) for x in sets)
     if not is_decode:
-        return seconds_per_call(lambda: attend(*sets[0], step_plan=plan)), error
+        return Result(seconds_per_call(lambda: attend(*sets[0], step_plan=plan)), spec.flops, error)
+    # About a millisecond a program, so that dispatching it takes no longer.
+    count = chain or int(np.clip(4e9 / spec.kv_bytes, 4, 64))
 
     @jax.jit
-    def chain(q: jax.Array, sets: list[Inputs], plan: mosaic_gpu.Plan) -> jax.Array:
-        for i in range(CHAIN):
+    def calls(q: jax.Array, sets: list[Inputs], plan: mosaic_gpu.Plan) -> jax.Array:
+        for i in range(count):
             q = attend(*sets[i % 2]._replace(q=q), step_plan=plan)
         return q
 
-    return seconds_per_call(chain, sets[0].q, sets, plan) / CHAIN, error
+    return Result(seconds_per_call(calls, sets[0].q, sets, plan) / count, spec.kv_bytes, error)
+
+
+def attention_inputs(spec: Spec) -> list[Inputs]:
+    return [arg_specs.make_inputs(spec, seed=seed) for seed in range(2 if max(spec.query_lens) == 1 else 1)]
 
 
 def decode_baseline(spec: Spec) -> float:
     from jax.experimental.pallas.ops.gpu import paged_attention as bundled
 
+    if spec.kv_dtype.itemsize == 1:
+        raise NotImplementedError("no fp8 cache")
     inputs = arg_specs.make_inputs(spec, seed=0, unused=0.0)
     pages = [jnp.moveaxis(cache, 1, 0) for cache in (inputs.k_cache, inputs.v_cache)]
     tables = inputs.block_tables[:, : inputs.block_tables.shape[1] // 16 * 16 or None]
@@ -149,36 +203,96 @@ def prefill_baseline(spec: Spec) -> float:
     return seconds_per_call(jax.jit(attend), q, k, v)
 
 
+def bench_kv_update(num_rows: int, *, num_kv_heads: int = 8, head_dim: int = 128, block_size: int = 64) -> Result:
+    """New K and V rows into shuffled slots of caches of 2,048 blocks, in place."""
+    slots = block_size + jax.random.permutation(jax.random.key(0), 2047 * block_size)[:num_rows].astype(jnp.int32)
+    keys = jax.random.split(jax.random.key(1), 2)
+    rows = [jax.random.normal(key, (num_rows, num_kv_heads, head_dim), jnp.bfloat16) for key in keys]
+
+    def caches() -> list[jax.Array]:
+        return [jnp.full((2048, num_kv_heads, block_size, head_dim), jnp.nan, jnp.bfloat16) for _ in range(2)]
+
+    def run(implementation: str) -> tuple[float, list[jax.Array]]:
+        count = 32
+
+        @partial(jax.jit, donate_argnums=0)
+        def calls(caches: list[jax.Array], k: jax.Array, v: jax.Array, slots: jax.Array) -> list[jax.Array]:
+            for _ in range(count):
+                caches = list(kv_update_api.kv_update(*caches, k, v, slots, implementation=implementation))
+            return caches
+
+        state = caches()
+
+        def step() -> list[jax.Array]:
+            nonlocal state
+            state = calls(state, *rows, slots)
+            return state
+
+        return seconds_per_call(step) / count, state
+
+    seconds, got = run("mosaic_gpu")
+    baseline, expected = run("reference")
+    bits = [jax.lax.bitcast_convert_type(x, jnp.int16) for x in (*got, *expected)]
+    same = all(bool((a == b).all()) for a, b in zip(bits[:2], bits[2:], strict=True))
+    work = 4 * rows[0].nbytes  # K and V, in and out
+    return Result(seconds, work, 0.0 if same else float("nan"), baseline)
+
+
+def run_case(name: str, *, with_baseline: bool) -> Result:
+    if name in KV_UPDATES:
+        return bench_kv_update(KV_UPDATES[name])
+    is_decode = name in arg_specs.DECODE_BENCHMARKS
+    spec = arg_specs.DECODE_BENCHMARKS[name] if is_decode else arg_specs.PREFILL_BENCHMARKS[name]
+    result = bench_attention(spec)
+    if not with_baseline:
+        return result
+    try:
+        seconds = (decode_baseline if is_decode else prefill_baseline)(spec)
+        return dataclasses.replace(result, baseline=seconds)
+    except Exception as problem:  # a baseline that cannot do a case must not end the run
+        return dataclasses.replace(result, remark=str(problem).splitlines()[0][:40])
+
+
+def line(name: str, result: Result, roofs: dict[str, float]) -> str:
+    is_flops = name in arg_specs.PREFILL_BENCHMARKS
+    roof = roofs["matmul" if is_flops else "copying" if name in KV_UPDATES else "reading"]
+    rate, unit = result.work / result.seconds, "TFLOP/s" if is_flops else "GB/s"
+    shown = rate / (1e12 if is_flops else 1e9)
+    goal = f"{GOALS[name]:6,d}" if name in GOALS else "      "
+    baseline = f"{result.baseline / result.seconds:6.2f} x" if result.baseline else result.remark
+    wrong = "" if result.error < MAX_ERROR else "  WRONG"
+    return (
+        f"{name:30s} {result.seconds * 1e6:9,.1f} us {shown:7,.0f} {unit:7s} {goal} {rate / roof:5.2f}"
+        f"  {result.error:7.1e}  {baseline}{wrong}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only cases whose name holds one of these")
     parser.add_argument("--no-baselines", action="store_true")
     options = parser.parse_args()
-    reading, matmul = reading_roof(), matmul_roof()
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    print(f"roofs: reading {reading / 1e9:,.0f} GB/s, bf16 matmul {matmul / 1e12:,.0f} TFLOP/s")
-    for cases, baseline in (
-        (arg_specs.DECODE_BENCHMARKS, decode_baseline),
-        (arg_specs.PREFILL_BENCHMARKS, prefill_baseline),
-    ):
-        for name, spec in cases.items():
-            if options.words and not any(word in name for word in options.words):
-                continue
-            seconds, error = bench(spec)
-            if baseline is decode_baseline:
-                rate, share = (
-                    f"{spec.kv_bytes / seconds / 1e9:7,.0f} GB/s   ",
-                    spec.kv_bytes / seconds / reading,
-                )
-            else:
-                rate, share = f"{spec.flops / seconds / 1e12:7,.0f} TFLOP/s", spec.flops / seconds / matmul
-            line = f"{name:32s} {seconds * 1e6:9,.1f} us {rate} {share:5.2f} of roof  error {error:.1e}"
-            if not options.no_baselines:
-                try:
-                    line += f"  baseline {baseline(spec) * 1e6:9,.1f} us"
-                except Exception as problem:  # a baseline that cannot do a case must not end the run
-                    line += f"  no baseline: {str(problem).splitlines()[0][:60]}"
-            print(line + ("" if error < MAX_ERROR else "  WRONG"), flush=True)
+    start = time.perf_counter()
+    roofs = {"reading": reading_roof(), "copying": copying_roof(), "matmul": matmul_roof()}
+    print(
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}; roofs: reading {roofs['reading'] / 1e9:,.0f} GB/s, ",
+        end="",
+    )
+    print(f"copying {roofs['copying'] / 1e9:,.0f} GB/s, bf16 matmul {roofs['matmul'] / 1e12:,.0f} TFLOP/s")
+    print(f"{'case':30s} {'time':>12s} {'rate':>15s} {'goal':>6s}  roof  error    baseline / ours")
+    results = {}
+    for name in (*arg_specs.DECODE_BENCHMARKS, *arg_specs.PREFILL_BENCHMARKS, *KV_UPDATES):
+        if options.words and not any(word in name for word in options.words):
+            continue
+        try:
+            results[name] = run_case(name, with_baseline=not options.no_baselines)
+            print(line(name, results[name], roofs), flush=True)
+        except Exception as problem:  # the other cases are still worth their time
+            print(f"{name:30s} failed: {str(problem).splitlines()[0][:80]}", flush=True)
+    narrow, wide = results.get("decode fp8 256 x 1,024"), results.get("decode 256 x 1,024")
+    if narrow and wide:
+        print(f"fp8 caches: {wide.seconds / narrow.seconds:.2f} x the rows a second of bf16 (goal 1.5)")
+    print(f"{time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ multiple of 64 has its last 64 columns as a second, overlapping M (80: columns 0
 padded; what the overlap holds is computed and stored twice.
 
 An fp8 cache arrives in tiles as they lie in memory. The consumer turns each into f16 (which holds every e4m3 value) in
-a second, swizzled tile, V while the first product runs, and both products are those of f16: wgmma takes fp8 operands
+a second, swizzled tile, V while the first product runs and the next K while the second does, and both products are those of f16: wgmma takes fp8 operands
 only along K, which V' is not, and would want q and the probabilities rounded to fp8 as well.
 
 The bound is device memory: 2 * tokens * kv_heads * head_dim * itemsize bytes over the reading rate.
@@ -193,12 +193,16 @@ def decode_kernel(
             def per_head(x, shape):
                 return lax.broadcast_in_dim(x, shape, [1])
 
-            def widen(tile, whole, free):
+            def widen(tiles, slot, whole, ready, free):
                 """An fp8 tile as f16 where wgmma reads it; the tile is free then."""
-                values = plgpu.load(tile, layout=copy_layout(head_dim, whole.dtype.itemsize))
+                plgpu.barrier_wait(ready.at[slot])
+                values = plgpu.load(tiles.at[slot], layout=copy_layout(head_dim, whole.dtype.itemsize))
                 whole[...] = values.astype(whole.dtype)
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(free)
+                plgpu.barrier_arrive(free.at[slot])
+
+            def widen_keys(step):
+                widen(k_smem, lax.rem(step, stages), whole_smem[0], k_ready, k_free)
 
             def attend_tile(i, carry, piece):
                 acc, m, total = carry
@@ -208,16 +212,14 @@ def decode_kernel(
                 low = 0 if window is None else high - window
                 k_tile, v_tile = whole_smem if is_quantised else (k_smem.at[slot], v_smem.at[slot])
 
-                plgpu.barrier_wait(k_ready.at[slot])
-                if is_quantised:
-                    widen(k_smem.at[slot], k_tile, k_free.at[slot])
+                if not is_quantised:
+                    plgpu.barrier_wait(k_ready.at[slot])
 
                 def scores(s_ref):
                     q = q_smem.at[lax.rem(piece.index, 2)]
                     plgpu.wgmma(s_ref, k_tile, q.transpose((1, 0)))
                     if is_quantised:
-                        plgpu.barrier_wait(v_ready.at[slot])
-                        widen(v_smem.at[slot], v_tile, v_free.at[slot])
+                        widen(v_smem, slot, v_tile, v_ready, v_free)
                     return s_ref[...]
 
                 s = pl.run_scoped(scores, plgpu.ACC(scores_shape, jnp.float32))
@@ -252,6 +254,8 @@ def decode_kernel(
                     for (first, count), acc_ref in zip(blocks, acc_refs, strict=True):
                         v = v_tile if count == head_dim else v_tile.at[:, pl.ds(first, count)]
                         plgpu.wgmma(acc_ref, v.transpose((1, 0)), p_smem.transpose((1, 0)))
+                    if is_quantised:
+                        pl.when(i + 1 < piece.count)(lambda: widen_keys(piece.step + i + 1))
                     return tuple(acc_ref[...] for acc_ref in acc_refs)
 
                 accumulators = [plgpu.ACC((count, padded_group), jnp.float32) for _, count in blocks]
@@ -312,6 +316,8 @@ def decode_kernel(
                     full(NEG_INF, (padded_group,), head_layout),
                     full(0, scores_shape),
                 )
+                if is_quantised:
+                    widen_keys(piece.step)
                 attend = functools.partial(attend_tile, piece=piece)
                 acc, m, total = lax.fori_loop(0, piece.count, attend, init)
                 plgpu.barrier_arrive(q_free.at[lax.rem(piece.index, 2)])
