@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxinfer.layers.linear import einsum, param
-from jaxinfer.sharding.collectives import all_reduce
+from jaxinfer.layers.linear import multiply, param
+
+if TYPE_CHECKING:
+    from jaxinfer.layers.norm import RMSNorm
 
 
 class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one product."""
 
-    def __init__(self, hidden: int, intermediate: int, *, dtype: jnp.dtype) -> None:
+    def __init__(self, hidden: int, intermediate: int, *, dtype: jnp.dtype, implementation: str = "reference") -> None:
         self.gate_up = param((hidden, 2, intermediate), dtype, ("embed", None, "mlp"))
         self.down = param((intermediate, hidden), dtype, ("mlp", "embed"))
+        self.implementation = implementation
 
-    def __call__(self, x: jax.Array, axis_name: str | None = None) -> jax.Array:
-        both = einsum("te,egm->tgm", x, self.gate_up[...])
-        return all_reduce(einsum("tm,me->te", jax.nn.silu(both[:, 0]) * both[:, 1], self.down[...]), axis_name)
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        norm: RMSNorm | None = None,
+        residual: jax.Array | None = None,
+        axis_name: str | None = None,
+    ) -> jax.Array:
+        """`norm` is applied to x before, `residual` added to the result."""
+        hidden = multiply(x, self.gate_up, norm=norm, activation="silu", implementation=self.implementation)
+        return multiply(hidden, self.down, residual=residual, axis_name=axis_name, implementation=self.implementation)

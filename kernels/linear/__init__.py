@@ -1,5 +1,5 @@
 """Products of a few rows with a weight, and what stands before and after them in a decoder layer."""
 
-from jaxinfer.kernels.linear.api import linear
+from jaxinfer.kernels.linear.api import choose, linear
 
-__all__ = ["linear"]
+__all__ = ["choose", "linear"]

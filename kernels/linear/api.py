@@ -7,10 +7,26 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxinfer.kernels.linear import reference
+from jaxinfer.kernels.linear.tuning import Product, tuned_params
 
 IMPLEMENTATIONS = ("mosaic_gpu", "reference")
+
+
+def choose(implementation: str, x: jax.Array, weight: jax.Array, *, activation: str | None = None) -> str:
+    """`implementation` if it is known to beat XLA at this product on an H200, else "reference"."""
+    if implementation != "mosaic_gpu" or x.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != x.dtype:
+        return "reference"
+    product = _product(x, weight, activation)
+    return "reference" if tuned_params(product) is None else implementation
+
+
+def _product(x: jax.Array, weight: jax.Array, activation: str | None) -> Product:
+    segments = 1 if activation is None else 2
+    size = math.prod(x.shape[1:])
+    return Product(x.shape[0], size, segments, weight.size // size // segments)
 
 
 @partial(jax.jit, static_argnames=("norm_eps", "activation", "implementation"))
@@ -35,7 +51,8 @@ def linear(
       bias: [*outputs].
       activation: None, or "silu": outputs are [2, F], and silu(out[0]) * out[1] is left.
       residual: [T, *outputs], or [T, F] with an activation.
-      implementation: one of `IMPLEMENTATIONS`.
+      implementation: one of `IMPLEMENTATIONS`. "mosaic_gpu" fetches the weight while the program's previous kernel
+        still runs: the weight must be an argument of the program, not something that it computes.
 
     Returns:
       [T, *outputs], or [T, F] with an activation, in x's dtype.
@@ -65,8 +82,8 @@ def linear(
         raise NotImplementedError(f"linear has no implementation {implementation!r}")
     from jaxinfer.kernels.linear import mosaic_gpu
 
-    segments = 1 if activation is None else 2
-    size, columns = math.prod(inputs), math.prod(outputs) // segments
+    product = _product(x, weight, activation)
+    size, segments, columns = product.size, product.segments, product.columns
     out = mosaic_gpu.linear(
         x.reshape(-1, size),
         weight.reshape(size, segments, columns),

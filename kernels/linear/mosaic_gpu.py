@@ -215,6 +215,7 @@ def _kernel(
                     biases.append(_spread(values.astype(jnp.float32), shape, 1, layout))
             scales = None
             if norm_ref is not None:
+                assert fusions.eps is not None
                 scales = _row_scales(x_ref, fusions.eps)
                 plgpu.barrier_wait(norm_ready)
 
