@@ -46,7 +46,7 @@ from jaxinfer.kernels.sampling.mosaic_gpu_common import (
     is_finite,
     read_row,
 )
-from jaxinfer.kernels.sampling.mosaic_gpu_memory import CutsParams, Memory, full_slice, scratch
+from jaxinfer.kernels.sampling.mosaic_gpu_memory import Block, CutsParams, Memory, scratch
 from jaxinfer.kernels.sampling.mosaic_gpu_pick import pick_id, pick_tile
 from jaxinfer.kernels.sampling.mosaic_gpu_search import LOWEST, Pass, search
 
@@ -153,11 +153,8 @@ class Cutter:
                 smallest = jnp.minimum(smallest, jnp.where(x >= lo, x, INF))
                 return *totals, smallest, jnp.maximum(largest, jnp.where(x < hi, x, -INF))
 
-            init = (
-                *(full_slice(0, dtype) for _ in pivots),
-                full_slice(INF, jnp.float32),
-                full_slice(-INF, jnp.float32),
-            )
+            full = self.memory.full_slice
+            init = (*(full(0, dtype) for _ in pivots), full(INF, jnp.float32), full(-INF, jnp.float32))
             *totals, smallest, largest = self.memory.for_slices(num_gathered, add, init)
             return Pass([jnp.sum(total) for total in totals], jnp.min(smallest), jnp.max(largest)), num_gathered
 
@@ -174,7 +171,7 @@ class Cutter:
                 carry[2] + jnp.where(scaled == threshold, 1, 0),
             )
 
-        init = (full_slice(0, jnp.int32), full_slice(0, jnp.float32), full_slice(0, jnp.int32))
+        init = tuple(self.memory.full_slice(0, dtype) for dtype in (jnp.int32, jnp.float32, jnp.int32))
         num_above, mass, num_ties = self.memory.for_slices(num_gathered, add, init)
         return Census(jnp.sum(num_above), jnp.sum(mass), jnp.sum(num_ties))
 
@@ -231,9 +228,10 @@ class Cutter:
         """The id of the last tie that is kept."""
         counts = self.memory.counts
 
-        def count_block(block: jax.Array, first: jax.Array, carry: jax.Array) -> jax.Array:
-            is_tie = self.row.scale(self.memory.block(first)) == kept.threshold
-            counts[pl.ds(block * BLOCK, BLOCK)] = jnp.sum(jnp.where(is_tie, 1, 0), axis=1)
+        def count_block(block: Block, carry: jax.Array) -> jax.Array:
+            is_tie = self.row.scale(self.memory.block(block)) == kept.threshold
+            found = jnp.sum(jnp.where(is_tie, 1, 0), axis=1)
+            counts[pl.ds(block.number * BLOCK, BLOCK)] = jnp.where(self.memory.is_used(block), found, 0)
             return carry + BLOCK
 
         num_slots = self.memory.for_blocks(kept.num_gathered, count_block, jnp.int32(0))
@@ -250,9 +248,9 @@ class Cutter:
         """The token."""
         row, memory, layout = self.row, self.memory, plgpu.Layout.WGMMA.reduce(1)
 
-        def draw_block(block: jax.Array, first: jax.Array, carry: tuple) -> tuple:
-            scaled = row.scale(memory.block(first))
-            tiles = memory.block_tiles(kept.num_gathered, block, first)
+        def draw_block(block: Block, carry: tuple) -> tuple:
+            scaled = row.scale(memory.block(block))
+            tiles = memory.block_tiles(kept.num_gathered, block)
             shape = scaled.shape
             columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
             ids = lax.broadcast_in_dim(tiles * TILE, shape, [0]) + columns
@@ -262,7 +260,7 @@ class Cutter:
             weights = jnp.exp2((scaled - lax.broadcast_in_dim(maxima, shape, [0])) * np.float32(LOG2E))
             sums = jnp.sum(jnp.where(is_kept, weights, np.float32(0)), axis=1)
             scores = maxima + jnp.log(sums) + gumbel(row.tile_words, tiles)
-            is_better = (sums > 0) & (scores > carry[0])
+            is_better = memory.is_used(block) & (sums > 0) & (scores > carry[0])
             return jnp.where(is_better, scores, carry[0]), jnp.where(is_better, tiles, carry[1])
 
         none = plgpu.layout_cast(jnp.full((BLOCK,), -INF, jnp.float32), layout)

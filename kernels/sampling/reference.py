@@ -31,7 +31,8 @@ def sample(
 ) -> jax.Array:
     """See `api.sample`."""
     scaled = cut(logits, temperature, min_p=min_p, top_k=top_k, top_p=top_p)
-    is_bad = ~jnp.isfinite(jnp.max(logits, axis=1))
+    # A maximum alone may pass over a NaN on CPU.
+    is_bad = ~jnp.isfinite(jnp.max(logits, axis=1)) | jnp.any(jnp.isnan(logits), axis=1)
     return jnp.where(is_bad, -1, choose(scaled, temperature, seeds, positions))
 
 

@@ -6,17 +6,24 @@ import contextlib
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxinfer.kernels.sampling import arg_specs, mosaic_gpu, mosaic_gpu_cuts, mosaic_gpu_tiles, reference
+from jaxinfer.kernels.sampling import arg_specs, mosaic_gpu, mosaic_gpu_memory, mosaic_gpu_tiles, reference
 from jaxinfer.kernels.sampling.arg_specs import Inputs, Spec
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-PARAMS = mosaic_gpu.Params(mosaic_gpu_tiles.TilesParams(num_sms=1), mosaic_gpu_cuts.CutsParams(num_stages=1))
+# Few CTAs and callbacks: a block of shared memory, a quarter of it at a time.
+PARAMS = mosaic_gpu.Params(
+    mosaic_gpu_tiles.TilesParams(num_sms=1), mosaic_gpu_memory.CutsParams(num_stages=1, slice_tiles=16)
+)
+
+V = 65 * 128
+"""Two blocks of 64 tiles, which overlap."""
 
 
 @contextlib.contextmanager
@@ -40,20 +47,42 @@ def assert_same(inputs: Inputs, tokens: np.ndarray) -> None:
     np.testing.assert_array_equal(tokens, np.asarray(expected))
 
 
-def test_rows_that_are_not_cut() -> None:
-    """Two blocks a row, which overlap; greedy and drawn rows."""
-    inputs = arg_specs.make_inputs(Spec(4, 65 * 128, (0.0, 1.0, 0.3, 2.0)), seed=0)
-    assert_same(inputs, run(inputs))
-
-
-CUTS = {
-    "top-k": Spec(3, 65 * 128, (1.0,), top_k=(5, 1, 40)),
-    "top-p": Spec(3, 65 * 128, (1.0,), top_p=(0.5, 0.9, 0.01), peak=8.0),
-    "all": Spec(4, 65 * 128, (0.7, 0.0), min_p=(0.01, 0.0), top_k=(40, 7, 65 * 128), top_p=(0.9, 1.0, 0.5), peak=8.0),
+CASES = {
+    "not cut": Spec(2, V, (0.0, 0.7)),
+    "top-k, top-p, ties": Spec(2, V, (1.0, 3.0), top_k=(9, 4), top_p=(0.9, 0.95), levels=3),
+    "top-p of many, through shared memory": Spec(1, V, (1.0,), top_p=(0.6,)),
+    "min-p": Spec(2, V, (0.7, 1.3), min_p=(0.3, 0.1), top_k=(3, V), spread=3.0),
+}
+WIDE = {
+    "whole blocks": Spec(3, 128 * 128, (0.0, 1.0)),
+    "padded": Spec(3, 8300, (0.0, 1.0)),
+    "padded, cut": Spec(3, 300, (1.0,), top_k=(5, 300, 299), top_p=(0.9, 0.5, 1.0)),
+    "many ties": Spec(3, V, (1.0, 0.5), top_k=(2000, 50, 300), top_p=(0.9, 1.0, 0.7), levels=1),
+    "top-k of many": Spec(3, V, (1.0,), top_k=(1000, 8000, 8319)),
+    "top-p": Spec(3, V, (1.0,), top_p=(0.5, 0.99, 0.01), peak=8.0),
+    "all": Spec(4, V, (0.7, 0.0), min_p=(0.01, 0.0), top_k=(40, 7, V), top_p=(0.9, 1.0, 0.5), peak=8.0),
+    "extreme temperatures": Spec(4, V, (1e-8, 1e-3, 50.0, 1e6), top_k=(20,), top_p=(0.9, 0.99)),
 }
 
 
-@pytest.mark.parametrize("name", CUTS)
-def test_cut_rows(name: str) -> None:
-    inputs = arg_specs.make_inputs(CUTS[name], seed=1)
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_reference(name: str) -> None:
+    inputs = arg_specs.make_inputs(CASES[name], seed=1)
     assert_same(inputs, run(inputs))
+
+
+def test_rows_without_a_choice_say_so_alone() -> None:
+    inputs = arg_specs.make_inputs(Spec(4, V, (1.0,), top_k=(2,)), seed=2)
+    logits = inputs.logits.at[0].set(-jnp.inf).at[1, 5].set(jnp.nan).at[2, 7].set(jnp.inf).at[3, 1:].set(-jnp.inf)
+    inputs = inputs._replace(logits=logits)
+    tokens = run(inputs)
+    assert tokens.tolist() == [-1, -1, -1, 0]
+    assert_same(inputs, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_grid(name: str) -> None:
+    for seed in range(2):
+        inputs = arg_specs.make_inputs(WIDE[name], seed=seed)
+        assert_same(inputs, run(inputs))

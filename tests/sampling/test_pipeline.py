@@ -256,10 +256,12 @@ def test_cuts_are_exact_with_ties(seed, top_k, top_p, levels):
 _top_k, _top_p = jax.jit(keep_top_k), jax.jit(keep_top_p)
 
 
-@pytest.mark.parametrize("bad", [np.nan, -np.inf, np.inf])
-def test_a_row_without_a_choice_says_so_alone(bad):
+@pytest.mark.parametrize(
+    ("bad", "where"), [(np.nan, slice(None)), (np.nan, 7), (-np.inf, slice(None)), (np.inf, slice(None)), (np.inf, 7)]
+)
+def test_a_row_without_a_choice_says_so_alone(bad, where):
     logits = np.zeros((3, V), np.float32)
-    logits[1] = bad
+    logits[1, where] = bad
     requests = [make_request(SamplingParams(top_k=3), seed=n) for n in range(3)]
     carry, features, rows = state(requests)
     _, _, output = full(carry, features, jnp.asarray(logits), rows)
