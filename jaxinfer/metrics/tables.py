@@ -66,7 +66,7 @@ def footer(report: dict[str, Any]) -> list[str]:
 
 def _floor_line(report: dict[str, Any]) -> str:
     if report["floor"] is None:
-        return f"no floor: bandwidth and peak of a {report['device']['kind']} are not known"
+        return f"no floor: bandwidth and peak of {report['device']['kind']} are not known"
     roof, cost = report["roof"], report["floor"]["cost"]
     share = cost["memory_bound_seconds"] / cost["seconds"] if cost["seconds"] else 0.0
     return (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -209,6 +211,20 @@ def test_profile(flags, tmp_path, capsys, monkeypatch):
     assert call("throughput", flags, *SIZES, "--profile", "traces") == 0
     assert named == ["traces", "traces"]
     assert "no kernel ran" in capsys.readouterr().err
+
+
+def test_progress_is_told_on_a_terminal_only(capsys, monkeypatch):
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setenv("FORCE_COLOR", "1")  # rich asks for more than isatty
+        with bench._status() as tell:
+            tell("loading")
+            report = bench._compile_teller(tell)
+            report(2, False)
+            time.sleep(0.3)
+            report(0, True)
+            report(0, True)
+        assert ("compiling 2 programs" in capsys.readouterr().err) == is_terminal
 
 
 def test_an_unknown_device_has_no_floor(flags, capsys, monkeypatch):
