@@ -24,6 +24,7 @@ from jaxinfer.engine.requests import Prompt, RequestFactory
 from jaxinfer.engine.runner import InFlight
 from jaxinfer.engine.state import Answer, RequestState
 from jaxinfer.metrics import EngineStats
+from jaxinfer.metrics.timeline import record_token_each
 from jaxinfer.scheduler import Scheduler, SchedulerLimits
 
 
@@ -149,12 +150,13 @@ class Engine:
             plan = self._scheduler.schedule()
             if not plan.is_empty:
                 now = time.perf_counter()
-                for row in plan.rows:
-                    self._live[row.request][1].timeline.record_scheduled(now)
+                for row in plan.others:
+                    if row.is_admission:
+                        self._live[row.request][1].timeline.record_scheduled(now)
                 self._in_flight.append(InFlight(plan, None))  # so that a failure finds its requests
                 self._in_flight[-1] = self.runner.dispatch(plan)
                 self._counts.num_steps += 1
-                self._counts.num_mixed_steps += 0 < plan.num_decodes < len(plan.rows)
+                self._counts.num_mixed_steps += 0 < plan.num_decodes < plan.num_rows
                 if len(self._in_flight) < self._depth:
                     return True
         if not self._in_flight:
@@ -169,10 +171,12 @@ class Engine:
         for chunk in result.prompt_logprobs:
             if chunk.request in self._live:
                 self._live[chunk.request][0].add_prompt_logprobs(chunk)
-        emissions = self._scheduler.commit(step.plan, result)
+        commit = self._scheduler.commit(step.plan, result)
         now = time.perf_counter()
+        record_token_each((self._live[request][1].timeline for request in commit.quiet), now)
+        self._counts.generation_tokens += len(commit.quiet)
         changed: dict[RequestState, None] = {}
-        for emission in emissions:
+        for emission in commit.emissions:
             state, answer = self._live[emission.request]
             changed[state] = None
             answer.timeline.record_tokens(len(emission.token_ids), now)

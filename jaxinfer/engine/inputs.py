@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxinfer.batch import BatchLayout, DeviceShapes, SlotLayout
-from jaxinfer.core import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, PlanRow, Request, StepPlan
+from jaxinfer.core import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, DecodeRows, PlanRow, Request, StepPlan
 
 
 def pack(plan: StepPlan, layout: BatchLayout, num_slots: int) -> np.ndarray:
@@ -25,18 +25,41 @@ def pack(plan: StepPlan, layout: BatchLayout, num_slots: int) -> np.ndarray:
     part["slot_ids"][:] = num_slots
     part["update_slots"][:] = num_slots
     part["num_decodes"][0] = plan.num_decodes
-    rows, count = plan.rows, len(plan.rows)
-    lengths = [row.num_tokens for row in rows]
-    starts = part["query_start_loc"]
-    np.cumsum(lengths, out=starts[1 : count + 1])
-    starts[count + 1 :] = plan.num_tokens
-    part["token_rows"][: plan.num_tokens] = np.repeat(np.arange(count), lengths)
-    part["slot_ids"][:count] = [row.slot for row in rows]
-    part["samples"][:count] = [row.samples for row in rows]
-    part["from_carry"][:count] = [row.start >= row.request.num_tokens for row in rows]
-    part["token_ids"][: plan.num_tokens] = _token_ids(rows)
-    _pack_new_blocks(rows, part)
+    _pack_decodes(plan.decodes, part)
+    _pack_others(plan.others, part, len(plan.decodes))
+    part["query_start_loc"][plan.num_rows + 1 :] = plan.num_tokens
+    updates = plan.decodes.new_blocks + _new_blocks(plan.others)
+    if updates:
+        names = ("update_slots", "update_columns", "update_blocks")
+        for name, column in zip(names, np.array(updates, np.int32).T, strict=True):
+            part[name][: len(updates)] = column
     return buffer
+
+
+def _pack_decodes(rows: DecodeRows, part: dict[str, np.ndarray]) -> None:
+    """The leading rows: row r is token r."""
+    count = len(rows)
+    numbers = np.arange(count + 1)
+    part["query_start_loc"][: count + 1] = numbers
+    part["token_rows"][:count] = numbers[:count]
+    part["slot_ids"][:count] = rows.slots
+    part["samples"][:count] = 1
+    part["from_carry"][:count] = rows.from_carry
+    part["token_ids"][:count] = rows.token_ids
+
+
+def _pack_others(rows: list[PlanRow], part: dict[str, np.ndarray], first: int) -> None:
+    """Rows `first` and on; before them are as many tokens."""
+    if not rows:
+        return
+    lengths = [row.num_tokens for row in rows]
+    where, end = slice(first, first + len(rows)), first + sum(lengths)
+    part["query_start_loc"][first + 1 : where.stop + 1] = first + np.cumsum(lengths)
+    part["token_rows"][first:end] = np.repeat(np.arange(first, where.stop), lengths)
+    part["slot_ids"][where] = [row.slot for row in rows]
+    part["samples"][where] = [row.samples for row in rows]
+    part["from_carry"][where] = [row.start >= row.request.num_tokens for row in rows]
+    part["token_ids"][first:end] = _token_ids(rows)
 
 
 def _token_ids(rows: list[PlanRow]) -> list[int]:
@@ -50,19 +73,14 @@ def _token_ids(rows: list[PlanRow]) -> list[int]:
     return ids
 
 
-def _pack_new_blocks(rows: list[PlanRow], part: dict[str, np.ndarray]) -> None:
-    """Blocks that running rows were given by this plan; admitted rows upload their whole table."""
-    updates = [
+def _new_blocks(rows: list[PlanRow]) -> list[tuple[int, int, int]]:
+    """(slot, column, block) of what running rows were given by this plan; admitted rows upload their whole table."""
+    return [
         (row.slot, column, row.request.block_ids[column])
         for row in rows
         if not row.is_admission and row.first_new_block < len(row.request.block_ids)
         for column in range(row.first_new_block, len(row.request.block_ids))
     ]
-    if updates:
-        slots, columns, blocks = np.array(updates, np.int32).T
-        part["update_slots"][: len(updates)] = slots
-        part["update_columns"][: len(updates)] = columns
-        part["update_blocks"][: len(updates)] = blocks
 
 
 def pack_slots(rows: list[PlanRow], shapes: DeviceShapes, num_rows: int) -> np.ndarray:

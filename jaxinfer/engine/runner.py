@@ -70,13 +70,13 @@ class Runner:
         Order on the device: block copies read before anything writes, slots get their owners, the step, the sampler.
         """
         self._copy_blocks(plan.copies)
-        self._admit([row for row in plan.rows if row.is_admission])
-        shape = self.ladder.fit(plan.num_tokens, len(plan.rows))
+        self._admit([row for row in plan.others if row.is_admission])
+        shape = self.ladder.fit(plan.num_tokens, plan.num_rows)
         buffer = inputs.pack(plan, self._layout(shape), self.shapes.num_slots)
         step = self.programs.get(self.programs.step_key(shape))
         arguments = (self.weights, self.caches, self.tables, self.carry, buffer)
         self.caches, self.tables, logits, rows, hidden = step(*arguments)
-        if any(row.request.params.needs_full_sampler for row in plan.rows if row.samples):
+        if plan.needs_full_sampler:
             sample = self.programs.get(("full", shape.num_rows))
             self.carry, self.features, output = sample(self.carry, self.features, logits, rows)
         else:
@@ -87,8 +87,8 @@ class Runner:
 
     def _score_prompts(self, plan: StepPlan, hidden: jax.Array) -> list[tuple[PlanRow, int, int, LogprobOutput]]:
         """Log-probabilities of prompt tokens, where they are asked for; position i's output is about token i + 1."""
-        chunks, first = [], 0
-        for row in plan.rows:
+        chunks, first = [], len(plan.decodes)  # which are behind their prompts
+        for row in plan.others:
             if row.request.params.prompt_logprobs is not None:
                 stop = min(row.start + row.num_tokens, row.request.num_prompt_tokens - 1)
                 for start in range(row.start, stop, PROMPT_ROWS):
@@ -102,17 +102,18 @@ class Runner:
     def fetch(self, step: InFlight) -> StepResult:
         """Waits for a step's tokens."""
         assert step.output is not None
-        tokens = np.asarray(step.output.tokens).tolist()
-        rows = step.plan.rows
+        tokens = np.asarray(step.output.tokens)
+        plan, num_decodes = step.plan, len(step.plan.decodes)
         prompts = [
             PromptLogprobs(row.request, start, _logprob_rows(output, count))
             for row, start, count, output in step.prompt_chunks
         ]
-        emitted = [self._emitted(row, token) for row, token in zip(rows, tokens, strict=False)]
-        wants_logprobs = any(row.samples and row.request.params.logprobs is not None for row in rows)
-        if step.output.logprobs is None or not wants_logprobs:
-            return StepResult(emitted, None, prompts)
-        return StepResult(emitted, _logprob_rows(step.output.logprobs, len(rows)), prompts)
+        of_others = tokens[num_decodes : plan.num_rows].tolist()
+        emitted = [self._emitted(row, token) for row, token in zip(plan.others, of_others, strict=True)]
+        result = StepResult(emitted, prompt_logprobs=prompts, decode_token_ids=tokens[:num_decodes])
+        if plan.wants_logprobs and step.output.logprobs is not None:
+            result.logprobs = _logprob_rows(step.output.logprobs, plan.num_rows)
+        return result
 
     @staticmethod
     def _emitted(row: PlanRow, token: int) -> list[int] | None:

@@ -46,9 +46,11 @@ class Answer:
         self._stops = StopStrings(tuple(params.stop or ()), include=params.include_stop_str_in_output)
         self._logprobs: list[dict[int, Logprob]] = []
         self._cumulative = 0.0
+        request.is_watched |= self._detokenizer is not None or params.logprobs is not None
 
     def check_stop(self) -> FinishReason | None:
-        """Takes the request's newest token: extends the text, and says whether the answer ends.
+        """Takes the request's newest token: extends the text, and says whether the answer ends. Without a text, tokens
+        that cannot end it need not be shown here.
 
         End ids first, then stop strings, then length. The text of an ending id is left out unless asked for.
         """
@@ -120,6 +122,8 @@ class RequestState:
         self.outputs: deque[RequestOutput] = deque()
         self.error: str | None = None
         self.is_streaming = is_streaming
+        for request in requests:
+            request.is_watched |= is_streaming
         self._tokenizer = tokenizer
         self._prompt_logprobs: dict[int, dict[int, Logprob]] = {}
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxinfer.core import RequestMetrics
 
 
-@dataclass
+@dataclass(slots=True)
 class Timeline:
     """Moments in seconds of a monotonic clock; None for what has not happened."""
 
@@ -46,6 +46,15 @@ class Timeline:
 
     def _since_arrival(self, moment: float | None) -> float | None:
         return None if moment is None else moment - self.arrival
+
+
+def record_token_each(timelines: Iterable[Timeline], now: float) -> None:
+    """One token for each of these. They are many, so no call each."""
+    for timeline in timelines:
+        if timeline.first_token is None:
+            timeline.first_token = now
+        timeline.last_token = now
+        timeline.num_output_tokens += 1
 
 
 def combine(parts: Sequence[RequestMetrics]) -> RequestMetrics:

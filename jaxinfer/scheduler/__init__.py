@@ -1,10 +1,12 @@
-"""Which tokens of which requests the next step computes. Plain Python; no jax."""
+"""Which tokens of which requests the next step computes. Python and NumPy; no jax."""
 
 from jaxinfer.scheduler.limits import SchedulerLimits, resolve_max_model_len, resolve_max_tokens
 from jaxinfer.scheduler.queue import FCFSQueue, PriorityQueue, make_queue
-from jaxinfer.scheduler.scheduler import Emission, Scheduler, check_token_stop
+from jaxinfer.scheduler.results import Commit, Emission, check_token_stop
+from jaxinfer.scheduler.scheduler import Scheduler
 
 __all__ = [
+    "Commit",
     "Emission",
     "FCFSQueue",
     "PriorityQueue",

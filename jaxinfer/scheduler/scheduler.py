@@ -10,52 +10,28 @@
 
 The names and the admission order follow vLLM's v1 scheduler; the counters are those of the project's simulation:
 `schedule` raises them, `commit` corrects them, a preemption resets them and makes what is in flight stale.
+
+There are two ways through a step. One goes request by request, and says what the rules are. The other is for the many
+that are steady: one token a step, nothing special. It plans and settles them as columns (`running.py`, `steady.py`)
+and goes to a single request only where something happens: a new block, a chunk of a prompt, an end. It is taken where
+many run and blocks suffice, so that nobody is preempted. Both give the same plans (tests/scheduler/test_steady.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator
+from itertools import chain, compress
+
+import numpy as np
 
 from jaxinfer.cache import KVCacheManager, PrefixHit
-from jaxinfer.core import FinishReason, PlanRow, Request, RequestStatus, StepPlan, StepResult
+from jaxinfer.core import DecodeRows, FinishReason, PlanRow, Request, RequestStatus, StepPlan, StepResult
+from jaxinfer.scheduler.draft import Draft
 from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.queue import make_queue
-
-StopCheck = Callable[[Request], FinishReason | None]
-
-
-def check_token_stop(request: Request) -> FinishReason | None:
-    """Whether the newest output token ends a request: an end id after `min_tokens`, then the length."""
-    if request.num_output_tokens > request.params.min_tokens:
-        token = request.token_ids[-1]
-        if token in request.eos_token_ids:
-            return FinishReason.STOP
-        if token in (request.params.stop_token_ids or ()):
-            request.stop_reason = token
-            return FinishReason.STOP
-    return FinishReason.LENGTH if request.num_output_tokens >= request.max_tokens else None
-
-
-@dataclass(slots=True)
-class Emission:
-    """What a commit gave one request: its accepted tokens, and its row in the plan."""
-
-    request: Request
-    token_ids: list[int]
-    row: int
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan being made: rows that may still leave, and what is left of the budget."""
-
-    budget: int
-    long_budget: int | None = None  # computed when the first long request is met
-    rows: dict[Request, PlanRow] = field(default_factory=dict)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    num_preempted: int = 0
+from jaxinfer.scheduler.results import Commit, Emission, StopCheck, check_token_stop
+from jaxinfer.scheduler.running import NEEDS_FULL_SAMPLER, WANTS_LOGPROBS, RunningTable
+from jaxinfer.scheduler.steady import SteadyRows
 
 
 class Scheduler:
@@ -64,8 +40,12 @@ class Scheduler:
     Args:
       limits: budget, rows, lengths, policy.
       cache: the blocks.
-      check_stop: called after every appended token; says whether the request ends with it.
+      check_stop: says whether a request ends with the token just appended. Called for every token of requests that
+        are watched, and otherwise where a token is an end id or the last that is allowed.
     """
+
+    MIN_COLUMN_ROWS = 16
+    """With fewer steady requests, going through them costs less than operations on columns."""
 
     def __init__(
         self, limits: SchedulerLimits, cache: KVCacheManager, check_stop: StopCheck = check_token_stop
@@ -76,11 +56,10 @@ class Scheduler:
             )
         self.limits = limits
         self.cache = cache
-        self.running: dict[Request, None] = {}
+        self.running = RunningTable(limits.max_num_seqs, cache.block_size)
         self.waiting = make_queue(limits.policy)
         self.num_preemptions = 0
         self._check_stop = check_stop
-        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -114,42 +93,73 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Asserts that slots, blocks and live requests agree. For tests and idle times."""
         self.cache.check_integrity(self.live_requests())
-        slots = [request.slot for request in self.running]
-        assert sorted(slots + self._free_slots) == list(range(self.limits.max_num_seqs)), "slots are lost"
+        self.running.check_integrity()
         assert all(request.slot == -1 and not request.block_ids for request in self.waiting)
 
     # -- planning ---------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
         """Plans the next step: running requests in order, then waiting ones while rows and budget last."""
-        draft = _Draft(self.limits.max_num_batched_tokens)
+        draft = Draft(self.limits, self.running, self.waiting)
         self._schedule_running(draft)
         if not draft.num_preempted:
             self._schedule_waiting(draft)
         return self._finalise(draft)
 
-    def _schedule_running(self, draft: _Draft) -> None:
+    def _schedule_running(self, draft: Draft) -> None:
+        draft.steady = self._find_steady()
+        if draft.steady is not None:
+            self._schedule_visits(draft, draft.steady)
+            return
         for request in list(self.running):
             if draft.budget == 0:
                 break
-            if request.status is not RequestStatus.RUNNING:
-                continue  # preempted for one before it
-            num_tokens = self._chunk(draft, self._num_wanted(request))
-            if num_tokens == 0:
-                continue
-            first_new_block = len(request.block_ids)
-            if self._make_room(draft, request, request.num_computed_tokens + num_tokens):
-                self._add_row(draft, request, num_tokens, first_new_block=first_new_block)
+            if request.status is RequestStatus.RUNNING:  # not preempted for one before it
+                self._schedule_one(draft, request)
 
-    def _schedule_waiting(self, draft: _Draft) -> None:
+    def _find_steady(self) -> SteadyRows | None:
+        """The steady requests, or None where each is better looked at: they are few, or one might be preempted."""
+        if len(self.running) < self.MIN_COLUMN_ROWS:
+            return None
+        steady = SteadyRows(self.running, self.limits.max_model_len)
+        if steady.num_steady < self.MIN_COLUMN_ROWS:
+            return None
+        most_blocks = steady.most_blocks(self.limits.max_num_batched_tokens, self.cache.block_size)
+        return steady if most_blocks <= self.cache.pool.num_free else None
+
+    def _schedule_visits(self, draft: Draft, steady: SteadyRows) -> None:
+        """What going through all running requests gives, going only to those that need more than a token."""
+        for slot, is_steady, num_ahead in steady.visits():
+            draft.grant_steady(steady, num_ahead)
+            if draft.budget == 0:
+                return
+            request = self.running.owners[slot]
+            assert request is not None
+            if is_steady:
+                self._allocate(request, request.num_computed_tokens + 1)
+                steady.new_blocks.append((slot, len(request.block_ids) - 1, request.block_ids[-1]))
+            else:
+                self._schedule_one(draft, request)
+        draft.grant_steady(steady, steady.num_steady)
+        assert not draft.num_preempted, "blocks were counted wrongly"
+
+    def _schedule_one(self, draft: Draft, request: Request) -> None:
+        num_tokens = draft.chunk(draft.num_wanted(request))
+        if num_tokens == 0:
+            return
+        first_new_block = len(request.block_ids)
+        if self._make_room(draft, request, request.num_computed_tokens + num_tokens):
+            draft.add(request, num_tokens, first_new_block=first_new_block)
+
+    def _schedule_waiting(self, draft: Draft) -> None:
         admitted: list[Request] = []
         for request in self.waiting:
-            if draft.budget == 0 or not self._free_slots:
+            if draft.budget == 0 or not self.running.num_free_slots:
                 break
             hit = self._find_hit(request)
             if hit is None:
                 continue
-            num_tokens = self._chunk(draft, request.num_tokens - hit.num_tokens)
+            num_tokens = draft.chunk(request.num_tokens - hit.num_tokens)
             if num_tokens == 0:
                 continue
             copies = self.cache.admit(request, hit, hit.num_tokens + num_tokens)
@@ -157,15 +167,14 @@ class Scheduler:
                 break
             admitted.append(request)
             draft.copies.extend(copies)
-            request.slot = self._free_slots.pop()
+            self.running.add(request)
             request.leader = None
             request.num_computed_tokens = hit.num_tokens
             if request.num_cached_tokens < 0:
                 request.num_cached_tokens = hit.num_tokens
-            self._add_row(draft, request, num_tokens, is_admission=True)
+            draft.add(request, num_tokens, is_admission=True)
         for request in admitted:
             self.waiting.remove(request)
-            self.running[request] = None
             request.status = RequestStatus.RUNNING
 
     def _find_hit(self, request: Request) -> PrefixHit | None:
@@ -183,52 +192,29 @@ class Scheduler:
             return PrefixHit()  # every position's logits are wanted
         return self.cache.lookup(request)
 
-    def _num_wanted(self, request: Request) -> int:
-        """Tokens a request could compute now."""
-        if request.num_output_tokens + request.num_in_flight_samples >= request.max_tokens:
-            return 0  # the steps in flight must already reach its end
-        ahead = request.num_tokens + request.num_output_placeholders + request.num_drafts
-        return min(ahead, self.limits.max_model_len - 1) - request.num_computed_tokens
-
-    def _chunk(self, draft: _Draft, wanted: int) -> int:
-        """How many of the wanted tokens the budget grants; 0 passes the request over."""
-        granted = min(wanted, draft.budget)
-        if wanted <= self.limits.long_threshold:
-            return granted
-        if draft.long_budget is None:
-            draft.long_budget = self._long_budget(draft)
-        return min(granted, draft.long_budget)
-
-    def _long_budget(self, draft: _Draft) -> int:
-        """The long requests' share: half the budget, and what the short ones leave of the other half."""
-        budget = self.limits.max_num_batched_tokens
-        short = budget - draft.budget  # granted so far, all to short ones
-        waiting = islice(self.waiting, len(self._free_slots))
-        for request in chain((request for request in self.running if request not in draft.rows), waiting):
-            wanted = self._num_wanted(request)
-            if wanted <= self.limits.long_threshold:
-                short += wanted
-            if short >= budget - budget // 2:
-                break
-        return max(budget // 2, budget - short)
-
-    def _make_room(self, draft: _Draft, request: Request, num_tokens: int) -> bool:
+    def _make_room(self, draft: Draft, request: Request, num_tokens: int) -> bool:
         """Allocates, preempting others until it works or the request itself is the victim."""
-        while not self.cache.allocate(request, num_tokens):
+        while not self._allocate(request, num_tokens):
             victim = self._pick_victim()
             self._preempt(draft, victim)
             if victim is request:
                 return False
         return True
 
+    def _allocate(self, request: Request, num_tokens: int) -> bool:
+        if not self.cache.allocate(request, num_tokens):
+            return False
+        self.running.note_blocks(request)
+        return True
+
     def _pick_victim(self) -> Request:
         if self.limits.policy == "priority":
             return max(self.running, key=lambda request: (request.priority, request.arrival))
-        return next(reversed(self.running))
+        return self.running.last
 
-    def _preempt(self, draft: _Draft, victim: Request) -> None:
+    def _preempt(self, draft: Draft, victim: Request) -> None:
         """Sends a running request back to the queue; a victim that is already in the plan leaves it."""
-        self._drop_row(draft, victim)
+        draft.drop(victim)
         self._leave(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
@@ -241,51 +227,21 @@ class Scheduler:
 
     def _leave(self, request: Request, *, is_broken: bool = False) -> None:
         """Takes a request out of the running ones; its committed content stays reusable unless it is broken."""
-        del self.running[request]
         if is_broken:
             self.cache.discard(request)
         else:
             self.cache.free(request, request.num_computed_tokens - request.num_in_flight_tokens)
-        self._free_slots.append(request.slot)
-        request.slot = -1
-
-    def _add_row(
-        self,
-        draft: _Draft,
-        request: Request,
-        num_tokens: int,
-        *,
-        first_new_block: int = 0,
-        is_admission: bool = False,
-    ) -> None:
-        self._spend(draft, request, num_tokens)
-        draft.rows[request] = PlanRow(
-            request=request,
-            slot=request.slot,
-            epoch=request.epoch,
-            start=request.num_computed_tokens,
-            num_tokens=num_tokens,
-            is_admission=is_admission,
-            first_new_block=first_new_block,
-        )
-
-    def _drop_row(self, draft: _Draft, victim: Request) -> None:
-        row = draft.rows.pop(victim, None)
-        if row is not None:
-            self._spend(draft, victim, -row.num_tokens)
-
-    def _spend(self, draft: _Draft, request: Request, num_tokens: int) -> None:
-        draft.budget -= num_tokens
-        if draft.long_budget is not None and self._num_wanted(request) > self.limits.long_threshold:
-            draft.long_budget -= num_tokens
+        self.running.remove(request)
 
     @staticmethod
     def _samples(row: PlanRow, num_known: int) -> bool:
         """A row samples iff it computes the last token there is, known or to come (counters already raised)."""
         return row.request.num_computed_tokens >= num_known
 
-    def _finalise(self, draft: _Draft) -> StepPlan:
+    def _finalise(self, draft: Draft) -> StepPlan:
         """Applies the counters of the rows that stayed, and puts single-token rows first."""
+        decodes = draft.steady.make_rows() if draft.steady is not None else DecodeRows()
+        flags = int(np.bitwise_or.reduce(self.running.flags[decodes.slots])) if decodes else 0
         for request, row in draft.rows.items():
             known = request.num_tokens + request.num_output_placeholders
             request.num_computed_tokens += row.num_tokens
@@ -295,38 +251,84 @@ class Scheduler:
                 row.num_drafts = request.num_computed_tokens - known
                 request.num_output_placeholders += 1 + row.num_drafts
                 request.num_in_flight_samples += 1
+                flags |= int(self.running.flags[row.slot])
         singles = [row for row in draft.rows.values() if row.num_tokens == 1]
         longer = [row for row in draft.rows.values() if row.num_tokens > 1]
-        num_tokens = self.limits.max_num_batched_tokens - draft.budget
-        return StepPlan([*singles, *longer], len(singles), num_tokens, draft.copies, draft.num_preempted)
+        return StepPlan(
+            others=[*singles, *longer],
+            num_decodes=len(decodes) + len(singles),
+            num_tokens=self.limits.max_num_batched_tokens - draft.budget,
+            copies=draft.copies,
+            num_preempted=draft.num_preempted,
+            decodes=decodes,
+            needs_full_sampler=flags & NEEDS_FULL_SAMPLER != 0,
+            wants_logprobs=flags & WANTS_LOGPROBS != 0,
+        )
 
     # -- results ----------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[Emission]:
+    def commit(self, plan: StepPlan, result: StepResult) -> Commit:
         """Takes a step's tokens: appends them, checks for stops, registers what is surely written.
 
         Late output of a request that was preempted meanwhile is delivered but changes no counter; that of a
         finished one is dropped.
         """
-        emissions = []
-        for number, (row, tokens) in enumerate(zip(plan.rows, result.token_ids, strict=True)):
-            request = row.request
-            request.num_in_flight_tokens -= row.num_tokens
-            request.num_in_flight_samples -= row.samples
-            if request.is_finished:
-                continue
-            if tokens is None:
-                self.finish(request, FinishReason.ERROR)
-                emissions.append(Emission(request, [], number))
-                continue
-            if row.epoch == request.epoch:
-                self._settle(row, len(tokens))
-            reason = self._append(request, tokens, emissions, number)
-            if row.epoch == request.epoch:
-                self._register(row)
+        commit = Commit()
+        if plan.decodes:
+            self._commit_decodes(plan.decodes, result.decode_token_ids, commit)
+        for number, (row, tokens) in enumerate(zip(plan.others, result.token_ids, strict=True), len(plan.decodes)):
+            self._commit_row(row, tokens, number, commit)
+        return commit
+
+    def _commit_decodes(self, rows: DecodeRows, tokens: np.ndarray, commit: Commit) -> None:
+        """Settles as columns the rows whose request still has its slot, and goes to those where something happens."""
+        running, requests, slots = self.running, rows.requests, rows.slots
+        numbers = range(len(rows))
+        is_current = (running.tenures[slots] == rows.tenures) & (tokens >= 0)
+        if not is_current.all():
+            for number in np.flatnonzero(~is_current).tolist():
+                token = int(tokens[number])
+                self._commit_row(rows.row(number), [token] if token >= 0 else None, number, commit)
+            numbers, slots, tokens = np.flatnonzero(is_current).tolist(), slots[is_current], tokens[is_current]
+            requests = list(compress(requests, is_current.tobytes()))
+        for request, token in zip(requests, tokens.tolist(), strict=True):
+            request.token_ids.append(token)
+        running.settle(slots, tokens)
+        is_emitted = running.may_end(slots)
+        committed = (running.computed - running.in_flight)[slots]
+        fills_block = committed % self.cache.block_size == 0
+        commit.quiet += compress(requests, (~is_emitted).tobytes())
+        visits = np.flatnonzero(is_emitted | fills_block)
+        for at in visits[running.tenures[slots[visits]].argsort()].tolist():  # in order of admission
+            request = requests[at]
+            reason = self._check_stop(request) if is_emitted[at] else None
+            if is_emitted[at]:
+                commit.emissions.append(Emission(request, request.token_ids[-1:], numbers[at]))
+            if fills_block[at]:
+                self.cache.commit(request, int(committed[at]))
             if reason is not None:
                 self.finish(request, reason)
-        return emissions
+
+    def _commit_row(self, row: PlanRow, tokens: list[int] | None, number: int, commit: Commit) -> None:
+        request = row.request
+        request.num_in_flight_tokens -= row.num_tokens
+        request.num_in_flight_samples -= row.samples
+        if request.is_finished:
+            return
+        if tokens is None:
+            self.finish(request, FinishReason.ERROR)
+            commit.emissions.append(Emission(request, [], number))
+            return
+        is_current = row.tenure == request.tenure
+        if is_current:
+            self._settle(row, len(tokens))
+        accepted, reason = self._append(request, tokens)
+        if accepted:
+            commit.emissions.append(Emission(request, accepted, number))
+        if is_current:
+            self._register(row)
+        if reason is not None:
+            self.finish(request, reason)
 
     @staticmethod
     def _settle(row: PlanRow, num_emitted: int) -> None:
@@ -340,9 +342,8 @@ class Scheduler:
             request.num_output_placeholders -= num_rejected
         request.num_output_placeholders -= num_emitted
 
-    def _append(
-        self, request: Request, tokens: Iterable[int], emissions: list[Emission], number: int
-    ) -> FinishReason | None:
+    def _append(self, request: Request, tokens: Iterable[int]) -> tuple[list[int], FinishReason | None]:
+        """Appends tokens until one ends the request: those appended, and the reason."""
         accepted: list[int] = []
         reason = None
         for token in tokens:
@@ -351,9 +352,9 @@ class Scheduler:
             reason = self._check_stop(request)
             if reason is not None:
                 break
-        if accepted:
-            emissions.append(Emission(request, accepted, number))
-        return reason
+        if accepted and request.slot >= 0:
+            self.running.note_tokens(request)
+        return accepted, reason
 
     def _register(self, row: PlanRow) -> None:
         request = row.request

@@ -98,8 +98,9 @@ class RegistersInFlight(Scheduler):
 class LeavesVictimInPlan(Scheduler):
     """Near-miss of rule 4: a victim stays in the step's plan."""
 
-    def _drop_row(self, draft, victim: Request) -> None:
-        pass
+    def _preempt(self, draft, victim: Request) -> None:
+        draft.drop = lambda victim: None
+        super()._preempt(draft, victim)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,10 @@ class Device:
         contents = [self.kv[slots].copy() for slots in sources]
         for (_, target), content in zip(plan.copies, contents, strict=True):
             self._write(target * self.block_size + within, content)
-        return StepResult([self._run_row(row) for row in plan.rows])
+        emitted = [self._run_row(row) for row in plan.rows]
+        num_decodes = len(plan.decodes)
+        tokens = np.array([tokens[0] for tokens in emitted[:num_decodes]], np.int64)
+        return StepResult(emitted[num_decodes:], decode_token_ids=tokens)
 
     def commit(self, index: PrefixIndex) -> None:
         """The oldest plan's writes are now known to have happened; every registered token must be among them."""
@@ -209,7 +212,7 @@ class Traffic:
 
     def commit(self) -> None:
         plan, result = self.in_flight.popleft()
-        self.seen["stale"] += sum(row.epoch != row.request.epoch for row in plan.rows)
+        self.seen["stale"] += sum(row.tenure != row.request.tenure and not row.request.is_finished for row in plan.rows)
         self.scheduler.commit(plan, result)
         self.device.commit(self.cache.index)
         self.scheduler.check_integrity()
