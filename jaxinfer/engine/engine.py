@@ -22,9 +22,8 @@ from jaxinfer.engine.interrupts import deferred_interrupts
 from jaxinfer.engine.programs import Key
 from jaxinfer.engine.requests import Prompt, RequestFactory
 from jaxinfer.engine.runner import InFlight
-from jaxinfer.engine.state import Answer, RequestState
+from jaxinfer.engine.state import Answer, RequestState, deliver
 from jaxinfer.metrics import EngineStats
-from jaxinfer.metrics.timeline import record_token_each
 from jaxinfer.scheduler import Scheduler, SchedulerLimits
 
 
@@ -172,23 +171,7 @@ class Engine:
             if chunk.request in self._live:
                 self._live[chunk.request][0].add_prompt_logprobs(chunk)
         commit = self._scheduler.commit(step.plan, result)
-        now = time.perf_counter()
-        record_token_each((self._live[request][1].timeline for request in commit.quiet), now)
-        self._counts.generation_tokens += len(commit.quiet)
-        changed: dict[RequestState, None] = {}
-        for emission in commit.emissions:
-            state, answer = self._live[emission.request]
-            changed[state] = None
-            answer.timeline.record_tokens(len(emission.token_ids), now)
-            self._counts.generation_tokens += len(emission.token_ids)
-            if result.logprobs is not None:
-                answer.add_logprobs(emission.token_ids, result.logprobs[emission.row], state.decode)
-            if emission.request.finish_reason is FinishReason.ERROR:
-                state.error = "no token could be chosen: every logit is -inf, or one is NaN"
-            if emission.request.is_finished:
-                self._close(answer)
-        for state in changed:
-            state.update()
+        self._counts.generation_tokens += deliver(commit, result.logprobs, self._live, self._close)
 
     def _end(self, state: RequestState, reason: FinishReason) -> None:
         """Ends what is left of a request."""

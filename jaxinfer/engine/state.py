@@ -5,8 +5,9 @@ A caller's request (`RequestState`) has n answers; each is a `Request` of the sc
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxinfer.core import (
@@ -20,7 +21,8 @@ from jaxinfer.core import (
 )
 from jaxinfer.engine.text import StopStrings
 from jaxinfer.metrics import Timeline, combine
-from jaxinfer.scheduler import check_token_stop
+from jaxinfer.metrics.timeline import record_token_each
+from jaxinfer.scheduler import Commit, check_token_stop
 from jaxinfer.tokenizer import IncrementalDetokenizer, Tokenizer
 
 type DecodeToken = Callable[[int], str | None]
@@ -179,6 +181,42 @@ class RequestState:
         if self.request.params.prompt_logprobs is None or len(self._prompt_logprobs) < length - 1:
             return None
         return [None, *(self._prompt_logprobs[position] for position in range(1, length))]
+
+
+def deliver(
+    commit: Commit,
+    logprobs: Sequence[Any] | None,
+    live: Mapping[Request, tuple[RequestState, Answer]],
+    close: Callable[[Answer], None],
+) -> int:
+    """Hands a step's tokens to the answers they belong to; the number of tokens.
+
+    Args:
+      commit: what the scheduler made of the step.
+      logprobs: a row of the plan each, as in `StepResult`.
+      live: every request that has not ended.
+      close: called with each answer that ends, before its last output is made.
+    """
+    now = time.perf_counter()
+    record_token_each((live[request][1].timeline for request in commit.quiet), now)
+    num_tokens = len(commit.quiet)
+    changed: dict[RequestState, None] = {}
+    for emission in commit.emissions:
+        request, tokens = emission.request, emission.token_ids
+        state, answer = live[request]
+        num_tokens += len(tokens)
+        answer.timeline.record_tokens(len(tokens), now)
+        if logprobs is not None:
+            answer.add_logprobs(tokens, logprobs[emission.row], state.decode)
+        if request.finish_reason is FinishReason.ERROR:
+            state.error = "no token could be chosen: every logit is -inf, or one is NaN"
+        if request.is_finished:
+            close(answer)
+        if request.is_finished or state.is_streaming:
+            changed[state] = None
+    for state in changed:
+        state.update()
+    return num_tokens
 
 
 def make_logprobs(token: int, row: tuple[float, int, Any, Any], count: int, decode: DecodeToken) -> dict[int, Logprob]:
