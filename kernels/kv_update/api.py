@@ -36,6 +36,11 @@ def choose(
     rows = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), dtype)
     page = jax.ShapeDtypeStruct((1, num_kv_heads, block_size, head_dim), cache_dtype)
     try:
+        if platform == "gpu" and compute_capability == "9.0":
+            from jaxinfer.kernels.kv_update import mosaic_gpu
+
+            mosaic_gpu.check_supported(rows, page)  # pyright: ignore[reportArgumentType]
+            return "mosaic_gpu"
         if platform == "tpu":
             from jaxinfer.kernels.kv_update import mosaic_tpu
 
@@ -166,6 +171,7 @@ def rope_kv_update(
 def _check_caches(k_cache: jax.Array, v_cache: jax.Array, slot_mapping: jax.Array, rows: tuple[int, ...]) -> None:
     _, kv_heads, _, head_dim = k_cache.shape
     if rows[1:] != (kv_heads, head_dim) or v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype:
-        raise ValueError(f"rows {rows} do not fit caches {k_cache.shape}, {v_cache.shape}")
+        caches = f"{k_cache.dtype}{k_cache.shape}, {v_cache.dtype}{v_cache.shape}"
+        raise ValueError(f"rows {rows} do not fit caches {caches}")
     if slot_mapping.shape != rows[:1]:
         raise ValueError(f"slot_mapping {slot_mapping.shape} does not match {rows[0]} rows")

@@ -305,12 +305,13 @@ def _copy_kernel(
     heads = _Heads(k.shape[1:], _layout(k.shape[1:], jnp.dtype(k.dtype).itemsize))
     first = lax.axis_index("token") * tokens
     numbers = [first + i for i in range(tokens)]
-    # The barrier keeps the compiler from loading rows only when their slot is known.
-    rows = lax.optimization_barrier([(heads.load(k.at[token]), heads.load(v.at[token])) for token in numbers])
-    for token, pair in zip(numbers, rows, strict=True):
+    rows = [(heads.load(k.at[token]), heads.load(v.at[token])) for token in numbers]
+    # The compiler would load rows only when their slot is known, if the slot were known before the barrier.
+    ready = [lax.optimization_barrier(slots[token]) for token in numbers]
+    for slot, pair in zip(ready, rows, strict=True):
 
         def write(block: jax.Array, offset: jax.Array, pair: Any = pair) -> None:
             for x, cache, scale in zip(pair, (k_cache, v_cache), (k_scale, v_scale), strict=True):
                 cache[block, :, offset] = _to_cache(x, cache.dtype, scale)
 
-        _in_slot(slots[token], k_cache.shape[2], write)
+        _in_slot(slot, k_cache.shape[2], write)
