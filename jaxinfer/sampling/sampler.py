@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxinfer.batch import Carry, Features, LogprobOutput, Rows, StepOutput
 from jaxinfer.core import MAX_LOGPROBS
-from jaxinfer.kernels.sampling import sample
+from jaxinfer.kernels.sampling import Slots, reference, sample, sample_slots
 from jaxinfer.sampling import transforms
 
 
@@ -30,33 +30,34 @@ def sample_plain(
     Args:
       implementation: of `kernels/sampling`.
     """
-    carry_in, positions = _gather(carry, rows)
-    tokens = sample(logits, carry_in.temperature, carry_in.seeds, positions, implementation=implementation)
-    return _advance(carry, rows, tokens), StepOutput(tokens, None)
+    tokens, slots = sample_slots(
+        logits, rows.slot_ids, rows.samples, rows.num_tokens, _slots(carry), implementation=implementation
+    )
+    return _with_slots(carry, slots), StepOutput(tokens, None)
 
 
 def sample_full(
     carry: Carry, features: Features, logits: jax.Array, rows: Rows, *, implementation: str = "reference"
 ) -> tuple[Carry, Features, StepOutput]:
     """As `sample_plain`, with all features, the token history, and log-probabilities."""
-    carry_in, positions = _gather(carry, rows)
+    temperature, seeds, positions = reference.gather(rows.slot_ids, rows.num_tokens, _slots(carry))
     used = jax.tree.map(lambda table: table.at[rows.slot_ids].get(mode="clip"), features)
-    is_used = carry_in.uses_features
+    is_used = carry.uses_features.at[rows.slot_ids].get(mode="fill", fill_value=False)
     tokens = sample(
         jnp.where(is_used[:, None], adjust(logits, used, positions), logits),
-        carry_in.temperature,
-        carry_in.seeds,
+        temperature,
+        seeds,
         positions,
         min_p=jnp.where(is_used, used.min_p, 0.0),
         top_k=jnp.where(is_used, used.top_k, logits.shape[1]),
         top_p=jnp.where(is_used, used.top_p, 1.0),
         implementation=implementation,
     )
-    carry = _advance(carry, rows, tokens)
+    slots = reference.advance(tokens, rows.slot_ids, rows.samples, rows.num_tokens, _slots(carry))
     target = jnp.where(rows.samples, rows.slot_ids, features.history.shape[0])
     history = features.history.at[target, positions].set(jnp.maximum(tokens, 0), mode="drop")
     features = dataclasses.replace(features, history=history)
-    return carry, features, StepOutput(tokens, raw_logprobs(logits, tokens))
+    return _with_slots(carry, slots), features, StepOutput(tokens, raw_logprobs(logits, tokens))
 
 
 def adjust(logits: jax.Array, features: Features, positions: jax.Array) -> jax.Array:
@@ -86,16 +87,9 @@ def raw_logprobs(logits: jax.Array, tokens: jax.Array) -> LogprobOutput:
     return LogprobOutput((chosen - total)[:, 0], ranks, best_ids.astype(jnp.int32), best - total)
 
 
-def _gather(carry: Carry, rows: Rows) -> tuple[Carry, jax.Array]:
-    """The rows' part of the carry, and where each row's next token will stand."""
-    used = jax.tree.map(lambda table: table.at[rows.slot_ids].get(mode="fill", fill_value=0), carry)
-    return used, used.num_computed + rows.num_tokens
+def _slots(carry: Carry) -> Slots:
+    return Slots(carry.last_tokens, carry.num_computed, carry.temperature, carry.seeds)
 
 
-def _advance(carry: Carry, rows: Rows, tokens: jax.Array) -> Carry:
-    """Writes tokens and counts back by slot; rows without a token, -1, carry token 0."""
-    num_slots = carry.last_tokens.shape[0]
-    target = jnp.where(rows.samples, rows.slot_ids, num_slots)
-    last = carry.last_tokens.at[target].set(jnp.maximum(tokens, 0), mode="drop")
-    computed = carry.num_computed.at[rows.slot_ids].add(rows.num_tokens, mode="drop")
-    return dataclasses.replace(carry, last_tokens=last, num_computed=computed)
+def _with_slots(carry: Carry, slots: Slots) -> Carry:
+    return dataclasses.replace(carry, last_tokens=slots.last_tokens, num_computed=slots.num_computed)

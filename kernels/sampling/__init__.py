@@ -1,5 +1,6 @@
 """From float32 logits to tokens: temperature, min-p, top-k, top-p and the draw."""
 
-from jaxinfer.kernels.sampling.api import choose, sample
+from jaxinfer.kernels.sampling.api import choose, sample, sample_slots
+from jaxinfer.kernels.sampling.reference import Slots
 
-__all__ = ["choose", "sample"]
+__all__ = ["Slots", "choose", "sample", "sample_slots"]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.kernels.sampling import reference
+from jaxinfer.kernels.sampling.reference import Slots
 
 IMPLEMENTATIONS = ("mosaic_gpu", "reference")
 
@@ -81,4 +82,45 @@ def sample(
         return mosaic_gpu.sample(*arguments, **cuts)
     if implementation == "reference":
         return reference.sample(*arguments, **cuts)
+    raise NotImplementedError(f"sampling has no implementation {implementation!r}")
+
+
+@partial(jax.jit, static_argnames=("implementation",))
+def sample_slots(
+    logits: jax.Array,
+    slot_ids: jax.Array,
+    samples: jax.Array,
+    num_tokens: jax.Array,
+    slots: Slots,
+    *,
+    implementation: str = "reference",
+) -> tuple[jax.Array, Slots]:
+    """`sample` without cuts, together with the state that it reads and advances.
+
+    Args:
+      logits: float32 [S, V].
+      slot_ids: int32 [S]: each row's slot, all different; B for padding rows, which read and write nothing.
+      samples: bool [S]: whether the row's token becomes its slot's last one.
+      num_tokens: int32 [S]: what to add to the slot's num_computed, which gives the chosen token's position.
+      slots: the state by slot; donate it.
+      implementation: one of `IMPLEMENTATIONS`.
+
+    Returns:
+      (tokens int32 [S], -1 where none can be chosen; the slots, where such a row leaves token 0).
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit.
+      NotImplementedError: the implementation cannot do this case.
+    """
+    if logits.ndim != 2 or logits.dtype != jnp.float32:
+        raise ValueError(f"logits must be float32 [S, V], got {logits.dtype} {logits.shape}")
+    if not slot_ids.shape == samples.shape == num_tokens.shape == logits.shape[:1]:
+        raise ValueError(f"{logits.shape[0]} rows, but {slot_ids.shape}, {samples.shape}, {num_tokens.shape}")
+    arguments = (logits, slot_ids, samples, num_tokens, slots)
+    if implementation == "mosaic_gpu":
+        from jaxinfer.kernels.sampling import mosaic_gpu
+
+        return mosaic_gpu.sample_slots(*arguments)
+    if implementation == "reference":
+        return reference.sample_slots(*arguments)
     raise NotImplementedError(f"sampling has no implementation {implementation!r}")

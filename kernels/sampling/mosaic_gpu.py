@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from jaxinfer.kernels.sampling.mosaic_gpu_common import MIN_VOCAB, TILE
 from jaxinfer.kernels.sampling.mosaic_gpu_cuts import CutsParams, pick_with_cuts
-from jaxinfer.kernels.sampling.mosaic_gpu_pick import pick
+from jaxinfer.kernels.sampling.mosaic_gpu_pick import pick, pick_and_advance
 from jaxinfer.kernels.sampling.mosaic_gpu_tiles import TilesParams, reduce_tiles
+from jaxinfer.kernels.sampling.reference import Slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,17 +34,38 @@ def sample(
     params: Params = Params(),
 ) -> jax.Array:
     """See `api.sample`. Rows that are no whole tiles are copied to be so, which costs two more passes."""
-    vocab = logits.shape[1]
-    padded = max(-(-vocab // TILE) * TILE, MIN_VOCAB)
-    if padded != vocab:
-        logits = jnp.pad(logits, ((0, 0), (0, padded - vocab)), constant_values=-jnp.inf)
-    tiles = logits.reshape(logits.shape[0], -1, TILE)
+    vocab, tiles = logits.shape[1], _as_tiles(logits)
     maxima, sums = reduce_tiles(tiles, temperature, params=params.tiles)
     known = (tiles, maxima, sums, temperature, seeds, positions)
     if min_p is None and top_k is None and top_p is None:
         return pick(*known)
     rows = temperature.shape
     log_min_p = jnp.full(rows, -jnp.inf) if min_p is None else jnp.log(min_p)
-    top_k = jnp.full(rows, vocab, jnp.int32) if top_k is None else jnp.maximum(top_k, 1)
+    off = tiles.shape[1] * TILE
+    top_k = jnp.full(rows, off, jnp.int32) if top_k is None else jnp.where(top_k < vocab, jnp.maximum(top_k, 1), off)
     top_p = jnp.ones(rows) if top_p is None else top_p
-    return pick_with_cuts(*known, log_min_p, jnp.where(top_k < vocab, top_k, padded), top_p, params=params.cuts)
+    return pick_with_cuts(*known, log_min_p, top_k, top_p, params=params.cuts)
+
+
+def sample_slots(
+    logits: jax.Array,
+    slot_ids: jax.Array,
+    samples: jax.Array,
+    num_tokens: jax.Array,
+    slots: Slots,
+    *,
+    params: Params = Params(),
+) -> tuple[jax.Array, Slots]:
+    """See `api.sample_slots`: two kernels, nothing beside them."""
+    tiles = _as_tiles(logits)
+    maxima, sums = reduce_tiles(tiles, slots.temperature, slot_ids, params=params.tiles)
+    return pick_and_advance(tiles, maxima, sums, (slot_ids, samples, num_tokens), slots)
+
+
+def _as_tiles(logits: jax.Array) -> jax.Array:
+    """[S, V] -> [S, tiles, 128], a copy where V is no multiple of 128 or is small."""
+    vocab = logits.shape[1]
+    padded = max(-(-vocab // TILE) * TILE, MIN_VOCAB)
+    if padded != vocab:
+        logits = jnp.pad(logits, ((0, 0), (0, padded - vocab)), constant_values=-jnp.inf)
+    return logits.reshape(logits.shape[0], -1, TILE)

@@ -108,10 +108,15 @@ class Row:
         return (logits - self.best) / divisor(self.temperature)
 
 
-def read_row(index: jax.Array, best: jax.Array, temperature_ref: Any, seeds_ref: Any, positions_ref: Any) -> Row:
-    low, high, position = seeds_ref[index, 0], seeds_ref[index, 1], positions_ref[index]
+def make_row(
+    index: jax.Array, temperature: jax.Array, low: jax.Array, high: jax.Array, position: jax.Array, best: jax.Array
+) -> Row:
     words = [key_words(low, high, position, stream) for stream in (Stream.TILE, Stream.SAMPLE)]
-    return Row(index, temperature_ref[index], best, words[0], words[1])
+    return Row(index, temperature, best, words[0], words[1])
+
+
+def read_row(index: jax.Array, best: jax.Array, temperature_ref: Any, seeds_ref: Any, positions_ref: Any) -> Row:
+    return make_row(index, temperature_ref[index], seeds_ref[index, 0], seeds_ref[index, 1], positions_ref[index], best)
 
 
 def is_finite(value: jax.Array) -> jax.Array:

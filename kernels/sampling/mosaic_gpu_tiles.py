@@ -39,12 +39,11 @@ class TilesParams:
 
 def _tiles_kernel(
     logits_ref: Any,  # [S, tiles, 128]
-    temperature_ref: Any,  # [S]
-    maxima_ref: Any,  # [S, entries]
-    sums_ref: Any,  # [S, entries]
-    *,
+    temperature_ref: Any,  # [S], or [B] where there are slots
+    *refs: Any,  # slot_ids [S] where there are any; maxima [S, entries]; sums [S, entries]
     num_stages: int,
 ) -> None:
+    *slots_ref, maxima_ref, sums_ref = refs
     num_rows, num_tiles, _ = logits_ref.shape
     shape = RowShape(num_tiles)
     total = num_rows * shape.num_blocks
@@ -86,7 +85,8 @@ def _tiles_kernel(
                 load(i + num_stages)
 
             row, block = (first + i) // shape.num_blocks, lax.rem(first + i, shape.num_blocks)
-            factor = np.float32(LOG2E) / divisor(temperature_ref[row])
+            place = jnp.minimum(slots_ref[0][row], temperature_ref.shape[0] - 1) if slots_ref else row
+            factor = np.float32(LOG2E) / divisor(temperature_ref[place])
             maxima = jnp.max(functools.reduce(jnp.maximum, parts), axis=1)
             safe = lax.broadcast_in_dim(jnp.where(is_finite(maxima), maxima, np.float32(0)), parts[0].shape, [0])
             weights = [jnp.exp2((x - safe) * factor) for x in parts]
@@ -97,10 +97,12 @@ def _tiles_kernel(
         lax.fori_loop(0, count, reduce, None)
 
 
-def reduce_tiles(tiles: jax.Array, temperature: jax.Array, *, params: TilesParams) -> tuple[jax.Array, jax.Array]:
+def reduce_tiles(
+    tiles: jax.Array, temperature: jax.Array, slot_ids: jax.Array | None = None, *, params: TilesParams
+) -> tuple[jax.Array, jax.Array]:
     """Of logits float32 [S, tiles, 128] the maxima and sums of tiles, float32 [S, entries] each.
 
-    Entries behind the last block are undefined.
+    Entries behind the last block are undefined. With slot_ids, int32 [S], temperature is a table by slot.
     """
     num_rows, num_tiles, _ = tiles.shape
     shape = RowShape(num_tiles)
@@ -113,4 +115,4 @@ def reduce_tiles(tiles: jax.Array, temperature: jax.Array, *, params: TilesParam
         kernel_name="sampling_tiles",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return kernel(tiles, temperature)
+    return kernel(tiles, temperature, *(() if slot_ids is None else (slot_ids,)))

@@ -6,6 +6,7 @@ Logits are float32 [S, V]; `-inf` means "never".
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,39 @@ TILE = 128
 """Ids a tile of the two-level draw. Fixed, and a divisor of every shard of a vocabulary."""
 MIN_TEMPERATURE = 1e-6
 """Smaller temperatures act like this one: 1 / T stays finite, and a gap of 1e-4 already decides."""
+
+
+class Slots(NamedTuple):
+    """What the sampler knows of the requests, by slot; B of them."""
+
+    last_tokens: jax.Array  # int32 [B]: the token chosen last
+    num_computed: jax.Array  # int32 [B]: tokens before the one being chosen, without this step's
+    temperature: jax.Array  # float32 [B]
+    seeds: jax.Array  # uint32 [B, 2]
+
+
+def sample_slots(
+    logits: jax.Array, slot_ids: jax.Array, samples: jax.Array, num_tokens: jax.Array, slots: Slots
+) -> tuple[jax.Array, Slots]:
+    """See `api.sample_slots`."""
+    temperature, seeds, positions = gather(slot_ids, num_tokens, slots)
+    tokens = sample(logits, temperature, seeds, positions)
+    return tokens, advance(tokens, slot_ids, samples, num_tokens, slots)
+
+
+def gather(slot_ids: jax.Array, num_tokens: jax.Array, slots: Slots) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Each row's temperature and seed, and where its next token will stand; 0 for padding rows."""
+    used = jax.tree.map(lambda table: table.at[slot_ids].get(mode="fill", fill_value=0), slots)
+    return used.temperature, used.seeds, used.num_computed + num_tokens
+
+
+def advance(tokens: jax.Array, slot_ids: jax.Array, samples: jax.Array, num_tokens: jax.Array, slots: Slots) -> Slots:
+    """Writes tokens and counts back by slot; rows without a token, -1, leave token 0."""
+    target = jnp.where(samples, slot_ids, slots.last_tokens.shape[0])
+    return slots._replace(
+        last_tokens=slots.last_tokens.at[target].set(jnp.maximum(tokens, 0), mode="drop"),
+        num_computed=slots.num_computed.at[slot_ids].add(num_tokens, mode="drop"),
+    )
 
 
 def sample(

@@ -80,6 +80,28 @@ def test_rows_without_a_choice_say_so_alone() -> None:
     assert_same(inputs, tokens)
 
 
+def test_slots_are_advanced_in_place() -> None:
+    """A greedy row, a drawn one that does not sample, a padding row, one without a choice."""
+    logits = arg_specs.make_inputs(Spec(4, V), seed=3).logits.at[3].set(jnp.nan)
+    rows = (
+        jnp.array([2, 0, 5, 4], jnp.int32),
+        jnp.array([True, False, False, True]),
+        jnp.array([3, 1, 0, 1], jnp.int32),
+    )
+    slots = reference.Slots(
+        last_tokens=jnp.arange(100, 105, dtype=jnp.int32),
+        num_computed=jnp.arange(5, dtype=jnp.int32),
+        temperature=jnp.array([0.7, 1.0, 0.0, 1.0, 1.0]),
+        seeds=jnp.arange(10, dtype=jnp.uint32).reshape(5, 2),
+    )
+    expected = jax.jit(reference.sample_slots)(logits, *rows, slots)
+    with interpreted():
+        got = jax.block_until_ready(mosaic_gpu.sample_slots(logits, *rows, slots, params=PARAMS))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert got[1].last_tokens.tolist()[:2] == [100, 101]
+    assert got[1].last_tokens.tolist()[3:] == [103, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_grid(name: str) -> None:
