@@ -31,18 +31,19 @@ def swizzled_smem(shape: tuple[int, ...], dtype: Any, *, like: int | None = None
 
 
 @functools.cache
-def copy_layout(columns: int, itemsize: int) -> Any:
-    """Registers [64 i, columns] on their way into `swizzled_smem` of elements of this many bytes.
+def copy_layout(columns: int, itemsize: int, *, rows: int = 64) -> Any:
+    """Registers of [rows i, columns] on their way into `swizzled_smem` of elements of this many bytes.
 
-    A thread holds 8 neighbours of a row, a quarter of a warp a row of a swizzle tile: neither reading rows that lie
-    one after the other nor writing swizzled ones has two threads at a bank.
+    With 64 rows a thread holds 8 neighbours of a row, 8 threads a row of a swizzle tile: neither reading rows that lie
+    one after the other nor writing swizzled ones has two threads at a bank. With 8 rows as many as there are.
     """
     width = plgpu.find_swizzle(columns * itemsize * 8) // itemsize
-    if columns % (2 * width) == 0 and width == 64:
-        width *= 2
-    rows = 32 // (width // 8)
+    if width == 64 and columns % 128 == 0:
+        width = 128
+    vector = min(8, rows * width // 128)
+    rows = 32 * vector // width  # of a warp
     layout = fragments.TiledLayout(
-        fragments.Tiling(((4 * rows, width), (rows, width), (8,))),
+        fragments.Tiling(((4 * rows, width), (rows, width), (vector,))),
         warp_dims=(-5,),
         lane_dims=(-3, -2),
         vector_dim=-1,

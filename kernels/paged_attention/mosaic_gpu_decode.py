@@ -18,7 +18,6 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_plan import DecodeParams
 MIN_GROUP = 8  # smallest wgmma N
 MAX_GROUP = 32
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
-F16_MAX = 65504.0  # q is f16 with an fp8 cache; larger is cut off
 
 
 def check_decode_supported(
@@ -55,20 +54,13 @@ def decode_attention(
     num_kv_heads, params = plan.num_kv_heads, plan.params
     group = num_heads // num_kv_heads
     padded_group = pl.cdiv(group, MIN_GROUP) * MIN_GROUP
-    out_dtype = q.dtype
 
-    if k_cache.dtype == jnp.float8_e4m3fn:
-        q = jnp.clip(q, -F16_MAX, F16_MAX).astype(jnp.float16)
-    if group % TILE_ROWS and TILE_ROWS % group:  # a group may not straddle the swizzle tiles that TMA copies
-        q = q.reshape(num_tokens, num_kv_heads, group, head_dim)
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, padded_group - group), (0, 0)))
     q = pad_rows(q.reshape(-1, head_dim), multiple=TILE_ROWS)
     operands = [q, k_cache, v_cache, block_tables, plan.row_info, plan.cta_work]
     operands += [plan.num_tokens, plan.arrivals]
     has_scales = k_scale is not None or v_scale is not None
     if has_scales:
-        scales = [jnp.float32(1) if x is None else x for x in (k_scale, v_scale)]
-        operands.append(jnp.stack(scales).astype(jnp.float32))
+        operands += [jnp.asarray(1 if x is None else x, jnp.float32).reshape(1) for x in (k_scale, v_scale)]
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group) * LOG2E
         operands.append(jnp.pad(sinks, ((0, 0), (0, padded_group - group))))
@@ -85,7 +77,7 @@ def decode_attention(
             params=params,
         ),
         out_type=(
-            jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), out_dtype),
+            jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), q.dtype),
             jax.ShapeDtypeStruct((params.num_ctas, rows, padded_group), jnp.float32),
             jax.ShapeDtypeStruct((params.num_ctas, padded_group), jnp.float32),
             jax.ShapeDtypeStruct((params.num_ctas, padded_group), jnp.float32),

@@ -14,9 +14,10 @@ of the second, so the few query heads of a group are a wgmma N of 8, not an M pa
 multiple of 64 has its last 64 columns as a second, overlapping M (80: columns 0..63 and 16..79), so that no tile is
 padded; what the overlap holds is computed and stored twice.
 
-An fp8 cache arrives in tiles as they lie in memory. The consumer turns each into f16 (which holds every e4m3 value) in
-a second, swizzled tile, V while the first product runs and the next K while the second does, and both products are those of f16: wgmma takes fp8 operands
-only along K, which V' is not, and would want q and the probabilities rounded to fp8 as well.
+An fp8 cache arrives in tiles as they lie in memory. The consumer turns each into f16, which holds every e4m3 value, in
+a second, swizzled tile, V while the first product runs and the next K while the second does, and both products are
+those of f16: wgmma takes fp8 operands only along K, which V' is not, and would want q and the probabilities rounded to
+fp8 as well. Queries take the same way; those beyond the range of f16 are cut off.
 
 The bound is device memory: 2 * tokens * kv_heads * head_dim * itemsize bytes over the reading rate.
 """
@@ -42,6 +43,7 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu_common import (
 from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_plan import DecodeParams, walk
 
 MERGE_UNROLL = 4  # partial results in flight while merging
+F16_MAX = 65504.0
 
 
 def _arrive(counter_ref: Any) -> None:
@@ -73,7 +75,7 @@ def product_rows(head_dim: int) -> list[tuple[int, int]]:
 
 
 def decode_kernel(
-    q_ref,  # [T * KVH * q_stride, D]
+    q_ref,  # [T * H, D]
     k_ref,  # [N, KVH, BS, D]
     v_ref,  # [N, KVH, BS, D]
     block_tables_ref,  # [S, M]
@@ -81,7 +83,7 @@ def decode_kernel(
     cta_work_ref,  # [C, 8]
     num_tokens_ref,  # [1]
     arrivals_ref,  # [C]
-    *refs,  # scales [2] and sinks [KVH, padded group] where there are any; then the outputs
+    *refs,  # k_scale [1] and v_scale [1], sinks [KVH, padded group] where there are any; then the outputs
     group: int,
     scale: float,
     window: int | None,
@@ -91,14 +93,15 @@ def decode_kernel(
     params: DecodeParams,
 ):
     *optional, out_ref, part_out_ref, part_max_ref, part_sum_ref = refs
-    scales_ref = optional.pop(0) if has_scales else None
+    scale_refs = [optional.pop(0), optional.pop(0)] if has_scales else None
     sinks_ref = optional.pop(0) if has_sinks else None
     _, num_kv_heads, block_size, head_dim = k_ref.shape
     block_kv, stages = params.block_kv, params.num_stages
     is_quantised = k_ref.dtype != q_ref.dtype
+    dtype = jnp.float16 if is_quantised else k_ref.dtype  # of the products' operands
     padded_group = part_out_ref.shape[-1]
-    # Groups that would straddle the swizzle tiles of a TMA copy come padded.
-    q_stride = padded_group if group % TILE_ROWS and TILE_ROWS % group else group
+    # TMA cannot swizzle groups that straddle the tiles of a swizzle, nor convert.
+    is_staged = is_quantised or (group % TILE_ROWS != 0 and TILE_ROWS % group != 0)
     copy_tokens = min(block_size, block_kv)
     num_copies = block_kv // copy_tokens
     scores_shape, tile_shape = (block_kv, padded_group), (block_kv, head_dim)
@@ -107,12 +110,13 @@ def decode_kernel(
 
     @functools.partial(
         pl.run_scoped,
-        q_smem=swizzled_smem((2, padded_group, head_dim), q_ref.dtype),
+        q_smem=[swizzled_smem((1 if is_staged else 2, padded_group, head_dim), dtype)]
+        + [plgpu.SMEM((2, padded_group, head_dim), q_ref.dtype)] * is_staged,
         kv_smem=[plgpu.SMEM((stages, *tile_shape), k_ref.dtype)] * 2
         if is_quantised
         else [swizzled_smem((stages, *tile_shape), k_ref.dtype)] * 2,
-        whole_smem=[swizzled_smem(tile_shape, q_ref.dtype)] * 2 if is_quantised else [],
-        p_smem=swizzled_smem((padded_group, block_kv), q_ref.dtype, like=head_dim),
+        whole_smem=[swizzled_smem(tile_shape, dtype)] * 2 if is_quantised else [],
+        p_smem=swizzled_smem((padded_group, block_kv), dtype, like=head_dim),
         o_smem=plgpu.SMEM((padded_group, head_dim), out_ref.dtype),
         q_ready=plgpu.Barrier(num_barriers=2),
         k_ready=plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
@@ -142,8 +146,9 @@ def decode_kernel(
                 def _():
                     plgpu.barrier_wait(q_free.at[q_slot])
 
-                q_row = (piece.row * num_kv_heads + piece.head) * q_stride
-                plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(q_row, padded_group)], q_smem.at[q_slot], q_ready.at[q_slot])
+                q_row = (piece.row * num_kv_heads + piece.head) * group
+                q_tile = q_ref.at[pl.ds(q_row, padded_group)]  # the rows past the group are computed in vain
+                plgpu.copy_gmem_to_smem(q_tile, q_smem[-1].at[q_slot], q_ready.at[q_slot])
 
                 def load_tile(i, pages):
                     slot = lax.rem(piece.step + i, stages)
@@ -185,7 +190,7 @@ def decode_kernel(
             head_layout = plgpu.Layout.WGMMA.reduce(0)
             token_ids = plgpu.broadcasted_iota(jnp.int32, scores_shape, 0, layout=plgpu.Layout.WGMMA)
             padding = num_tokens_ref[0] + cta  # this CTA's first token past the batch
-            k_scale, v_scale = (scales_ref[0], scales_ref[1]) if scales_ref is not None else (1.0, None)
+            k_scale, v_scale = (ref[0] for ref in scale_refs) if scale_refs is not None else (1.0, None)
 
             def full(value, shape, layout=plgpu.Layout.WGMMA):
                 return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
@@ -204,6 +209,14 @@ def decode_kernel(
             def widen_keys(step):
                 widen(k_smem, lax.rem(step, stages), whole_smem[0], k_ready, k_free)
 
+            def stage_queries(slot):
+                """Queries as the products' operand, where TMA could not make them that."""
+                rows = plgpu.load(q_smem[1].at[slot], layout=copy_layout(head_dim, jnp.dtype(dtype).itemsize, rows=8))
+                if is_quantised:  # f16 overflows where bf16 does not
+                    rows = jnp.minimum(jnp.maximum(rows.astype(jnp.float32), -F16_MAX), F16_MAX)
+                q_smem[0][0] = rows.astype(dtype)
+                plgpu.commit_smem()
+
             def attend_tile(i, carry, piece):
                 acc, m, total = carry
                 slot = lax.rem(piece.step + i, stages)
@@ -216,7 +229,7 @@ def decode_kernel(
                     plgpu.barrier_wait(k_ready.at[slot])
 
                 def scores(s_ref):
-                    q = q_smem.at[lax.rem(piece.index, 2)]
+                    q = q_smem[0].at[0 if is_staged else lax.rem(piece.index, 2)]
                     plgpu.wgmma(s_ref, k_tile, q.transpose((1, 0)))
                     if is_quantised:
                         widen(v_smem, slot, v_tile, v_ready, v_free)
@@ -310,7 +323,10 @@ def decode_kernel(
                 return tuple(full(0, (count, padded_group)) for _, count in blocks)
 
             def attend_piece(piece):
-                plgpu.barrier_wait(q_ready.at[lax.rem(piece.index, 2)])
+                q_slot = lax.rem(piece.index, 2)
+                plgpu.barrier_wait(q_ready.at[q_slot])
+                if is_staged:
+                    stage_queries(q_slot)
                 init = (
                     zeros(),
                     full(NEG_INF, (padded_group,), head_layout),
@@ -320,7 +336,7 @@ def decode_kernel(
                     widen_keys(piece.step)
                 attend = functools.partial(attend_tile, piece=piece)
                 acc, m, total = lax.fori_loop(0, piece.count, attend, init)
-                plgpu.barrier_arrive(q_free.at[lax.rem(piece.index, 2)])
+                plgpu.barrier_arrive(q_free.at[q_slot])
                 total = total.sum(axis=0)
 
                 @pl.when(piece.after > 0)
