@@ -27,6 +27,7 @@ class RequestStatus(Enum):
 
 
 # A request's counts, in this order: in a list of its own, or, while it runs, in the scheduler's table of columns.
+# (The first four are neighbours: a step raises all of them, and all but the first fall when it comes back.)
 COMPUTED, IN_FLIGHT, PLACEHOLDERS, SAMPLES, DRAFTS = range(5)
 NUM_COUNTS = 5
 

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxinfer.core import Request
-from jaxinfer.core.request import NUM_COUNTS
+from jaxinfer.core.request import COMPUTED, IN_FLIGHT, NUM_COUNTS, SAMPLES
 
 NUM_END_IDS = 4
 """End ids that are compared as columns. A request with more of them is asked for each token."""
@@ -149,17 +149,19 @@ class RunningTable:
 
     def raise_counts(self, is_planned: np.ndarray) -> None:
         """One more token, which is sampled, is in flight for these (int64 [num_slots], 0 or 1)."""
-        for column in (self.computed, self.in_flight, self.placeholders, self.samples):
-            column += is_planned
+        self._counts[COMPUTED : SAMPLES + 1] += is_planned
 
     def settle(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """A step with one token each has come back: its placeholder is a token."""
         is_back = np.zeros_like(self.computed)
         is_back[slots] = 1
-        for column in (self.in_flight, self.placeholders, self.samples):
-            column -= is_back
+        self._counts[IN_FLIGHT : SAMPLES + 1] -= is_back
         self.num_tokens += is_back
         self.last_tokens[slots] = tokens
+
+    def find_committed(self) -> np.ndarray:
+        """Tokens whose K and V are surely written."""
+        return self.computed - self.in_flight
 
     def may_end(self, slots: np.ndarray) -> np.ndarray:
         """Bool [R]: the newest token may end the request, or its caller wants to see each."""

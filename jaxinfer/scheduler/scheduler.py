@@ -44,7 +44,7 @@ class Scheduler:
         are watched, and otherwise where a token is an end id or the last that is allowed.
     """
 
-    MIN_COLUMN_ROWS = 16
+    MIN_COLUMN_ROWS = 8
     """With fewer steady requests, going through them costs less than operations on columns."""
 
     def __init__(
@@ -295,7 +295,7 @@ class Scheduler:
             request.token_ids.append(token)
         running.settle(slots, tokens)
         is_emitted = running.may_end(slots)
-        committed = (running.computed - running.in_flight)[slots]
+        committed = running.find_committed()[slots]
         fills_block = committed % self.cache.block_size == 0
         commit.quiet += compress(requests, (~is_emitted).tobytes())
         visits = np.flatnonzero(is_emitted | fills_block)

@@ -35,7 +35,7 @@ class SteadyRows:
         self._is_steady = running.find_steady(wanted)[slots]
         self._needs_block = (running.computed >= running.capacities)[slots] & self._is_steady
         self._num_wanted = wanted[slots]
-        self._num_ahead = np.cumsum(self._is_steady) - self._is_steady
+        self._is_other = ~self._is_steady & (self._num_wanted > 0)
         self.num_steady = int(np.count_nonzero(self._is_steady))
         self.num_granted = 0
         self.new_blocks: list[tuple[int, int, int]] = []
@@ -44,19 +44,20 @@ class SteadyRows:
         """Blocks that running requests can take in this step, at most: one each for those that are steady and at
         the end of theirs, and for the others what all the tokens they want would need, or the whole budget.
         """
-        others = np.flatnonzero(~self._is_steady & (self._num_wanted > 0))
-        slots = self._slots[others]
-        ends = self._running.computed[slots] + np.minimum(self._num_wanted[others], budget)
+        num_steady = int(np.count_nonzero(self._needs_block))
+        if not self._is_other.any():
+            return num_steady
+        slots, wanted = self._slots[self._is_other], self._num_wanted[self._is_other]
+        ends = self._running.computed[slots] + np.minimum(wanted, budget)
         lacking = np.maximum(ends - self._running.capacities[slots], 0)
-        most = min(int((-(-lacking // block_size)).sum()), budget // block_size + len(others))
-        return int(np.count_nonzero(self._needs_block)) + most
+        num_others = int((-(-lacking // block_size)).sum())
+        return num_steady + min(num_others, budget // block_size + len(slots))
 
     def visits(self) -> list[tuple[int, bool, int]]:
         """Requests to be looked at: (slot, whether it is a steady one, steady requests ahead of it)."""
-        at = np.flatnonzero(self._needs_block | (~self._is_steady & (self._num_wanted > 0)))
-        if not len(at):
-            return []
-        columns = (self._slots[at], self._is_steady[at], self._num_ahead[at])
+        at = np.flatnonzero(self._needs_block | self._is_other)
+        num_ahead = np.cumsum(self._is_steady) - self._is_steady
+        columns = (self._slots[at], self._is_steady[at], num_ahead[at])
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
     def grant(self, num_ahead: int, budget: int) -> int:

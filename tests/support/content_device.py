@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxinfer.cache import KVCacheManager, PrefixIndex
 from jaxinfer.core import FinishReason, PlanRow, Request, RequestStatus, SamplingParams, StepPlan, StepResult
-from jaxinfer.scheduler import Scheduler, SchedulerLimits, resolve_max_tokens
+from jaxinfer.scheduler import Commit, Scheduler, SchedulerLimits, resolve_max_tokens
 
 VOCAB = 40
 EOS = 7
@@ -152,7 +152,8 @@ class Traffic:
         self.families = [[self.rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
         self.requests: list[Request] = []
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
-        self.seen = {"preempted": 0, "hits": 0, "copies": 0, "mixed": 0, "stale": 0, "forks": 0}
+        self.told: Counter[Request] = Counter()
+        self.seen = {"preempted": 0, "hits": 0, "copies": 0, "mixed": 0, "stale": 0, "forks": 0, "columns": 0}
 
     def submit(self) -> Request:
         family = self.rng.choice(self.families)
@@ -169,7 +170,8 @@ class Traffic:
             arrival=len(self.requests),
             priority=self.rng.randrange(3) if self.policy == "priority" else 0,
             cache_salt=self.rng.choice(["", "", "salt"]),
-            eos_token_ids=frozenset({EOS}),
+            eos_token_ids=frozenset({EOS, *range(VOCAB, VOCAB + len(self.requests) % 7)}),
+            is_watched=len(self.requests) % 5 == 0,
         )
         siblings = [self._sibling(request, number) for number in range(1, self.rng.choice([1, 1, 1, 4]))]
         for one in [request, *siblings]:
@@ -189,6 +191,7 @@ class Traffic:
             cache_salt=leader.cache_salt,
             eos_token_ids=leader.eos_token_ids,
             leader=leader,
+            is_watched=number == 2,
         )
 
     def step(self) -> None:
@@ -213,7 +216,7 @@ class Traffic:
     def commit(self) -> None:
         plan, result = self.in_flight.popleft()
         self.seen["stale"] += sum(row.tenure != row.request.tenure and not row.request.is_finished for row in plan.rows)
-        self.scheduler.commit(plan, result)
+        self._check_commit(self.scheduler.commit(plan, result))
         self.device.commit(self.cache.index)
         self.scheduler.check_integrity()
 
@@ -223,7 +226,17 @@ class Traffic:
         assert all((row.num_tokens == 1) == (n < plan.num_decodes) for n, row in enumerate(plan.rows))
         self.seen["preempted"] += plan.num_preempted
         self.seen["copies"] += len(plan.copies)
+        self.seen["columns"] += len(plan.decodes)
         self.seen["mixed"] += 0 < plan.num_decodes < len(plan.rows)
+
+    def _check_commit(self, commit: Commit) -> None:
+        """Each token is told once, and of those that are watched or that end, by an emission."""
+        assert not any(request.is_watched or request.is_finished for request in commit.quiet)
+        for request in commit.quiet:
+            self.told[request] += 1
+        for emission in commit.emissions:
+            self.told[emission.request] += len(emission.token_ids)
+            assert emission.request.token_ids[-len(emission.token_ids) :] == emission.token_ids
 
     @staticmethod
     def _is_fork(row: PlanRow, leader: Request | None) -> bool:
@@ -259,6 +272,7 @@ class Traffic:
         for request in self.requests:
             expected = solo_run(request.prompt_token_ids, request.max_tokens)
             output = request.output_token_ids
+            assert self.told[request] == len(output)
             if request.finish_reason is FinishReason.ABORT:
                 assert output == expected[: len(output)]
                 continue
