@@ -133,18 +133,18 @@ def _prefill_kernel(
         )
         first_consumer = lax.axis_index("rank") * CONSUMERS
 
+    # An item's output takes the place of its queries, swizzled or plain. (The interpreter takes any two accesses to
+    # a union for a conflict, and knows no swizzling.)
+    q_memory = swizzled_smem((q_buffers, CONSUMERS, ROWS, head_dim), q_ref.dtype)
+
     @functools.partial(
         pl.run_scoped,
-        q_smem=swizzled_smem((q_buffers, CONSUMERS, ROWS, head_dim), q_ref.dtype),
+        qo_smem=q_memory if in_smem else plgpu.RefUnion(q_memory, plgpu.SMEM(q_memory.shape, q_ref.dtype)),
         # Records, and the two places of claims.
         record_smem=plgpu.SMEM((q_buffers + 2, item_lists.NUM_FIELDS), jnp.int32),
         k_smem=swizzled_smem((stages, block_kv, head_dim), k_ref.dtype),
         v_smem=swizzled_smem((stages, block_kv, head_dim), v_ref.dtype),
-        o_smem=tuple(  # the same memory in two layouts
-            plgpu.RefUnion(swizzled_smem((ROWS, head_dim), out_ref.dtype), plgpu.SMEM((ROWS, head_dim), out_ref.dtype))
-            for _ in range(CONSUMERS)
-        ),
-        p_smem=swizzled_smem((CONSUMERS, ROWS, block_kv), v_ref.dtype) if in_smem else None,
+        p_smem=swizzled_smem((CONSUMERS, ROWS, block_kv), v_ref.dtype, like=head_dim) if in_smem else None,
         acc_smem=plgpu.SMEM((CONSUMERS, ROWS, head_dim), jnp.float32) if in_smem else None,
         q_ready=plgpu.Barrier(num_arrivals=CONSUMERS + 1, num_barriers=q_buffers),
         k_ready=plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
@@ -160,10 +160,11 @@ def _prefill_kernel(
         collective_axes="wg",
     )
     def _scope(
-        q_smem, record_smem, k_smem, v_smem, o_smem, p_smem, acc_smem,
+        qo_smem, record_smem, k_smem, v_smem, p_smem, acc_smem,
         q_ready, k_ready, v_ready, q_free, k_free, v_free, v_clean, turn, claimed,
     ):  # fmt: skip
         wg = lax.axis_index("wg")
+        q_smem, o_smem = (qo_smem, qo_smem) if in_smem else qo_smem
 
         @pl.when(wg == CONSUMERS)
         def _producer():
@@ -297,7 +298,8 @@ def _prefill_kernel(
                 p = jnp.exp2(s * to_log2 - per_row(m_new, scores_shape))
                 return p.astype(v_smem.dtype), m_new, total * alpha + p.sum(axis=1), alpha
 
-            def attend(buffer, done, acc):
+            def attend(i, done, acc):
+                buffer = lax.rem(i, q_buffers)
                 item = item_lists.Item.read(record_smem.at[buffer])
                 _, offset = item.part(first_consumer + wg, per_item)
                 position = item.position + offset
@@ -340,6 +342,8 @@ def _prefill_kernel(
                 second, end = item.first_step + 1, item.end_step
                 diagonal = second if window is not None else jnp.clip((position + 1) // block_kv, second, end)
                 carry = pl.run_scoped(first_step, plgpu.ACC(scores_shape, jnp.float32))
+                if q_buffers > 1:
+                    pl.when(i > 0)(lambda: release(i - 1))
                 carry = lax.fori_loop(second, diagonal, functools.partial(next_step, masked=False), carry)
                 carry = lax.fori_loop(diagonal, end, functools.partial(next_step, masked=True), carry)
 
@@ -360,13 +364,10 @@ def _prefill_kernel(
                     out = out * per_row(alpha, out_shape)
                 out = (out * per_row(1 / total, out_shape)).astype(out_ref.dtype)
                 low, high = (jnp.clip(x - offset, 0, ROWS) for x in (item.low, item.high))
-                for consumer in range(CONSUMERS):
-                    write = functools.partial(store, out, item.token + offset, head, low, high, *o_smem[consumer])
-                    pl.when(wg == consumer)(write)
+                store(out, item.token + offset, head, low, high, q_smem.at[buffer, wg], o_smem.at[buffer, wg])
                 return done
 
             def store(out, token, head, low, high, o_swizzled, o_plain):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 count = high - low
 
                 @pl.when(count == ROWS)
@@ -391,17 +392,22 @@ def _prefill_kernel(
 
                         size //= 2
 
+            def release(i):
+                """Let the producer have the memory of an item once its output has been copied from there."""
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(q_free.at[lax.rem(i, q_buffers)])
+
             def attend_item(carry):
                 i, done, _ = carry
-                buffer = lax.rem(i, q_buffers)
                 if in_smem:
-                    done = attend(buffer, done, _SharedAccumulator(acc_smem.at[wg], p_smem.at[wg]))
+                    done = attend(i, done, _SharedAccumulator(acc_smem.at[wg], p_smem.at[wg]))
                 else:
                     done = pl.run_scoped(
-                        lambda ref: attend(buffer, done, _RegisterAccumulator(ref)),
+                        lambda ref: attend(i, done, _RegisterAccumulator(ref)),
                         plgpu.ACC(out_shape, jnp.float32),
                     )
-                plgpu.barrier_arrive(q_free.at[buffer])
+                if q_buffers == 1:
+                    release(i)
                 return i + 1, done, await_item(i + 1)
 
             def await_item(i):
@@ -410,11 +416,13 @@ def _prefill_kernel(
                 return item_lists.is_item(record_smem.at[buffer])
 
             if params.take_turns:
-                pl.when(wg == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+                pl.when(wg == 1)(lambda: plgpu.barrier_arrive(turn.at[1 - lax.axis_index("wg")]))
             zero = jnp.int32(0)
-            lax.while_loop(lambda carry: carry[2], attend_item, (zero, zero, await_item(zero)))
+            count, _, _ = lax.while_loop(lambda carry: carry[2], attend_item, (zero, zero, await_item(zero)))
+            if q_buffers > 1:
+                pl.when(count > 0)(lambda: release(count - 1))
             if params.take_turns:
-                pl.when(wg == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
+                pl.when(wg == 0)(lambda: plgpu.barrier_wait(turn.at[lax.axis_index("wg")]))
             plgpu.wait_smem_to_gmem(0)
 
 

@@ -39,7 +39,7 @@ class PrefillParams:
 
     block_kv: int = 128
     num_stages: int = 2
-    q_buffers: int = 1
+    q_buffers: int = 2
     cluster: int = 1
     take_turns: bool = True
     claims_items: bool = True
