@@ -20,7 +20,7 @@ def linear(
 ) -> jax.Array:
     """See `api.linear`."""
     if norm_weight is not None:
-        x = _rms_norm(x, norm_weight, norm_eps)
+        x = rms_norm(x, norm_weight, norm_eps)
     inputs = string.ascii_lowercase[: x.ndim - 1]
     outputs = string.ascii_uppercase[: weight.ndim - len(inputs)]
     # GPUs would multiply float32 in TF32.
@@ -34,7 +34,7 @@ def linear(
     return out if residual is None else residual + out
 
 
-def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square normalisation (arXiv 1910.07467) in float32, rounded to x's dtype before it is scaled."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

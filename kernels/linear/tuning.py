@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import pathlib
 
 ATOM = 64  # columns of a swizzled tile, and wgmma's M
 ROWS = 16  # rows of x come in multiples of this
-MAX_SMEM = 226 * 1024
+MAX_SMEM = 224 * 1024
 MAX_ROWS = 128
 SPLITS = (1, 2, 4, 8)
 DEFAULT_DEVICE = "NVIDIA H200"
@@ -33,13 +35,15 @@ class Params:
     block_n: output columns a cluster, a multiple of 64. splits: CTAs of a cluster, which share K. block_k: rows of a
     weight tile, a multiple of 64. num_stages: tiles in flight a CTA.
     overlap: launch while the kernel before still runs; off in the interpreter, which does not know it.
-    exchange: partial sums go through "shared" memory, or "device" memory, which the interpreter can follow.
+    num_ctas: CTAs that get equal shares of all tiles, whatever `splits`; 0: clusters.
+    exchange: a cluster's partial sums go through "shared" memory, or "device" memory, which the interpreter can follow.
     """
 
     block_n: int = 64
     splits: int = 4
     block_k: int = 64
     num_stages: int = 4
+    num_ctas: int = 0
     overlap: bool = True
     exchange: str = "shared"
 
@@ -53,21 +57,27 @@ class Params:
         if self.exchange not in ("shared", "device"):
             raise ValueError(f"exchange must be shared or device, got {self.exchange!r}")
 
-    def smem_bytes(self, product: Product) -> int:
+    def smem_bytes(self, product: Product, *, has_norm: bool = True) -> int:
         """Shared memory of a CTA, barriers apart."""
-        num_tiles = product.size // self.splits // self.block_k
+        if self.num_ctas:
+            total = product.columns // self.block_n * (product.size // self.block_k)
+            num_tiles, depth = -(-total // self.num_ctas), product.size
+        else:
+            num_tiles, depth = product.size // self.splits // self.block_k, product.size // self.splits
         stage = self.block_k * (product.segments * self.block_n + product.rows) * 2
         sums = product.segments * product.rows * self.block_n * 4
-        return min(self.num_stages, num_tiles) * stage + sums + product.size // self.splits * 2
+        return min(self.num_stages, num_tiles) * stage + sums + 2 * depth * has_norm
 
-    def check(self, product: Product) -> None:
+    def check(self, product: Product, *, has_norm: bool = True) -> None:
         """Raise NotImplementedError, with the values, for a product that these parameters cannot do."""
         if product.rows % ROWS or not 0 < product.rows <= MAX_ROWS:
             raise NotImplementedError(f"{product.rows} rows are no multiple of {ROWS} up to {MAX_ROWS}")
-        if product.columns % self.block_n or product.size % (self.splits * self.block_k):
+        splits = 1 if self.num_ctas else self.splits
+        if product.columns % self.block_n or product.size % (splits * self.block_k):
             raise NotImplementedError(f"{product} cannot be cut by {self}")
-        if self.smem_bytes(product) > MAX_SMEM:
-            raise NotImplementedError(f"{product} needs {self.smem_bytes(product)} bytes of shared memory with {self}")
+        needed = self.smem_bytes(product, has_norm=has_norm)
+        if needed > MAX_SMEM:
+            raise NotImplementedError(f"{product} needs {needed} bytes of shared memory with {self}")
 
 
 @functools.cache
@@ -90,15 +100,17 @@ def default_params(product: Product) -> Params:
     Raises:
       NotImplementedError: none fit.
     """
-    splits = [s for s in SPLITS if product.size % (s * ATOM) == 0 and product.rows % s == 0]
-    candidates = [(n, s) for n in (128, 64) for s in splits if product.columns % n == 0]
-    if product.rows % ROWS or not candidates:
+
+    def distance(candidate: Params) -> float:
+        return abs(math.log(product.columns / candidate.block_n * candidate.splits / 132))
+
+    candidates = []
+    for block_n, splits in itertools.product((2 * ATOM, ATOM), SPLITS):
+        stage = ATOM * (product.segments * block_n + product.rows) * 2
+        params = Params(block_n=block_n, splits=splits, num_stages=max(2, 96 * 1024 // stage))
+        with contextlib.suppress(NotImplementedError):
+            params.check(product)
+            candidates.append(params)
+    if not candidates:
         raise NotImplementedError(f"{product} cannot be cut into tiles of {ATOM} columns and {ATOM} rows")
-
-    def distance(candidate: tuple[int, int]) -> float:
-        block_n, splits = candidate
-        return abs(math.log(product.columns / block_n * splits / 132))
-
-    block_n, splits = min(candidates, key=distance)
-    stage = ATOM * (product.segments * block_n + product.rows) * 2
-    return Params(block_n=block_n, splits=splits, num_stages=max(2, 96 * 1024 // stage))
+    return min(candidates, key=distance)

@@ -1,0 +1,91 @@
+"""Cases of `linear`, shared by its tests and benchmarks, and their inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A product and what stands around it."""
+
+    rows: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    has_norm: bool = False
+    has_bias: bool = False
+    has_residual: bool = False
+    activation: str | None = None
+    dtype: str = "bfloat16"
+
+    @property
+    def weight_bytes(self) -> int:
+        count = 1
+        for size in (*self.inputs, *self.outputs):
+            count *= size
+        return count * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        return (self.rows, *(self.outputs if self.activation is None else self.outputs[1:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Sizes of a decoder layer."""
+
+    hidden: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    mlp: int
+
+
+MODELS = {"0.6B": Model(1024, 8, 2, 128, 3072), "8B": Model(4096, 8, 4, 128, 12288)}
+
+
+def layer(model: Model, rows: int, **changes: Any) -> dict[str, Spec]:
+    """The four products of a decoder layer as it computes them."""
+    heads = (model.kv_heads, model.group, model.head_dim)
+    specs = {
+        "qkv": Spec(rows, (model.hidden,), (model.kv_heads, model.group + 2, model.head_dim), has_norm=True),
+        "out": Spec(rows, heads, (model.hidden,), has_residual=True),
+        "gate_up": Spec(rows, (model.hidden,), (2, model.mlp), has_norm=True, activation="silu"),
+        "down": Spec(rows, (model.mlp,), (model.hidden,), has_residual=True),
+    }
+    return {name: dataclasses.replace(spec, **changes) for name, spec in specs.items()}
+
+
+BENCHMARKS = {
+    f"{name} {product}, {rows} rows": spec
+    for name, model in MODELS.items()
+    for rows in (16, 32, 64, 128)
+    for product, spec in layer(model, rows).items()
+}
+
+
+def make_inputs(spec: Spec, seed: int) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """x, the weight, and the arrays among `linear`'s options."""
+    keys = iter(jax.random.split(jax.random.key(seed), 5))
+    dtype = jnp.dtype(spec.dtype)
+
+    def normal(shape: tuple[int, ...], scale: float = 1.0, mean: float = 0.0) -> jax.Array:
+        return (jax.random.normal(next(keys), shape) * scale + mean).astype(dtype)
+
+    fan_in = 1
+    for size in spec.inputs:
+        fan_in *= size
+    x = normal((spec.rows, *spec.inputs), 3.0 if spec.has_norm else 1.0)
+    weight = normal((*spec.inputs, *spec.outputs), fan_in**-0.5)
+    options = {}
+    if spec.has_norm:
+        options["norm_weight"] = normal(spec.inputs, 0.2, 1.0)
+    if spec.has_bias:
+        options["bias"] = normal(spec.outputs)
+    if spec.has_residual:
+        options["residual"] = normal(spec.result)
+    return x, weight, options

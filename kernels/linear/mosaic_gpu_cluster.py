@@ -1,0 +1,195 @@
+"""A product whose output columns are dealt to clusters of CTAs, which share K: for weights that SMs hold at once.
+
+W [K, F]     block 0     block 1    ...           cluster = block of columns
+           +-----------+-----------+
+split 0    | CTA (0,0) | CTA (1,0) |              CTA: tiles of [block_k, block_n] through a ring in shared memory
+split 1    | CTA (0,1) | CTA (1,1) |
+           +-----------+-----------+
+
+producer   W, x -> ready[s] ...                   all weight tiles that fit are on their way before x is known
+consumer   x = norm(x) in place | y' += W' x'     weight columns are wgmma's M, rows of x its N (' is a transpose)
+exchange   y' -> shared memory of the CTA         every CTA of the cluster then adds up all partial sums, in order
+                                                  of the splits, for its share of the rows, and writes them
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxinfer.kernels.linear.mosaic_gpu_common import (
+    Fusions,
+    finish,
+    load_biases,
+    normalise,
+    out_layout,
+    row_scales,
+    single_registers,
+    swizzled_smem,
+)
+from jaxinfer.kernels.linear.tuning import ATOM, Params, Product
+
+
+def _kernel(
+    x_ref,  # [T, K]
+    w_ref,  # [K, segments, F]
+    *refs,  # norm weight [K / 64, 64], bias [segments, F], residual [T, F] where there are any; then the outputs
+    fusions: Fusions,
+    params: Params,
+):
+    *optional, out_ref, part_ref = refs
+    norm_ref, bias_ref, residual_ref = fusions.split(optional)
+    num_rows, size = x_ref.shape
+    segments = w_ref.shape[1]
+    block_n, block_k, splits = params.block_n, params.block_k, params.splits
+    share = size // splits
+    num_tiles = share // block_k
+    stages = min(params.num_stages, num_tiles)
+    atoms = block_k // ATOM
+    owned = num_rows // splits
+    column = lax.axis_index("column") * block_n
+    split = lax.axis_index("split")
+    in_shared = params.exchange == "shared"
+
+    def wait_for_previous_kernel():
+        if params.overlap:
+            plgpu.griddepcontrol_wait()
+
+    @functools.partial(
+        pl.run_scoped,
+        w_smem=swizzled_smem((stages, segments, block_k, block_n), w_ref.dtype),
+        x_smem=swizzled_smem((stages, atoms, num_rows, ATOM), x_ref.dtype),
+        norm_smem=plgpu.SMEM((share // ATOM, ATOM), w_ref.dtype) if norm_ref is not None else (),
+        part_smem=plgpu.SMEM((segments, num_rows, block_n), jnp.float32) if in_shared else (),
+        ready=plgpu.Barrier(num_arrivals=segments + atoms, num_barriers=stages),
+        free=plgpu.Barrier(num_barriers=stages),
+        norm_ready=plgpu.Barrier(),
+        exchange=plgpu.ClusterBarrier(collective_axes=("split",), num_barriers=2) if splits > 1 else (),
+        collective_axes="wg",
+    )
+    def _scope(w_smem, x_smem, norm_smem, part_smem, ready, free, norm_ready, exchange):
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == 1)
+        def _producer():
+            def load_w(i, slot):
+                rows = pl.ds(split * share + i * block_k, block_k)
+                for s in range(segments):
+                    source = w_ref.at[rows, s, pl.ds(column, block_n)]
+                    plgpu.copy_gmem_to_smem(source, w_smem.at[slot, s], ready.at[slot])
+
+            def load_x(i, slot):
+                for a in range(atoms):
+                    columns = pl.ds(split * share + i * block_k + a * ATOM, ATOM)
+                    plgpu.copy_gmem_to_smem(x_ref.at[:, columns], x_smem.at[slot, a], ready.at[slot])
+
+            def load(i, _):
+                slot = lax.rem(i, stages)
+                plgpu.barrier_wait(free.at[slot])
+                load_w(i, slot)
+                load_x(i, slot)
+
+            if norm_ref is not None:
+                plgpu.copy_gmem_to_smem(norm_ref.at[pl.ds(split * share // ATOM, share // ATOM)], norm_smem, norm_ready)
+            for i in range(stages):
+                load_w(i, i)
+            # The next kernel may take what room is left once all of this weight is on its way.
+            if params.overlap and num_tiles == stages:
+                plgpu.griddepcontrol_launch_dependents()
+            wait_for_previous_kernel()
+            for i in range(stages):
+                load_x(i, i)
+            lax.fori_loop(stages, num_tiles, load, None)
+            if params.overlap and num_tiles > stages:
+                plgpu.griddepcontrol_launch_dependents()
+
+        @pl.when(wg == 0)
+        def _consumer():
+            wait_for_previous_kernel()
+            layout = out_layout(owned, block_n)
+            my_rows, my_columns = pl.ds(split * owned, owned), pl.ds(column, block_n)
+
+            def fetch(ref):
+                return plgpu.load(ref, layout=layout, optimized=False)
+
+            residual = None if residual_ref is None else fetch(residual_ref.at[my_rows, my_columns])
+            biases = [] if bias_ref is None else load_biases(bias_ref.at[:, my_columns], owned)
+            scales = None
+            if norm_ref is not None:
+                assert fusions.eps is not None
+                scales = row_scales(x_ref, fusions.eps)
+                plgpu.barrier_wait(norm_ready)
+
+            def multiply(*accumulators):
+                def step(i, _):
+                    slot = lax.rem(i, stages)
+                    plgpu.barrier_wait(ready.at[slot])
+                    if scales is not None:
+                        for a in range(atoms):
+                            normalise(x_smem.at[slot, a], norm_smem.at[i * atoms + a], scales)
+                        plgpu.commit_smem()
+                    for s, accumulator in enumerate(accumulators):
+                        for a in range(atoms):
+                            w = w_smem.at[slot, s, pl.ds(a * ATOM, ATOM)]
+                            plgpu.wgmma(accumulator, w.transpose((1, 0)), x_smem.at[slot, a].transpose((1, 0)))
+                    plgpu.wgmma_wait(segments * atoms)
+
+                    @pl.when((i > 0) & (i - 1 + stages < num_tiles))
+                    def _():
+                        plgpu.barrier_arrive(free.at[lax.rem(i - 1, stages)])
+
+                lax.fori_loop(0, num_tiles, step, None)
+                return tuple(accumulator[...] for accumulator in accumulators)
+
+            products = pl.run_scoped(multiply, *[plgpu.ACC((block_n, num_rows), jnp.float32)] * segments)
+
+            def part_of(other):
+                if not in_shared:
+                    return part_ref.at[lax.axis_index("column"), other]
+                if splits == 1:
+                    return part_smem
+                return plgpu.cluster_ref(part_smem, {"split": other})
+
+            for s, product in enumerate(products):
+                mine = part_smem if in_shared else part_of(split)
+                mine.at[s].transpose((1, 0))[...] = plgpu.layout_cast(product, single_registers())
+            if splits > 1:
+                plgpu.barrier_arrive(exchange.at[0])
+                plgpu.barrier_wait(exchange.at[0])
+            else:
+                plgpu.commit_smem()
+            sums = []
+            for s in range(segments):
+                parts = [fetch(part_of(other).at[s, my_rows]) for other in range(splits)]
+                sums.append(functools.reduce(lambda a, b: a + b, parts))
+            out_ref.at[my_rows, my_columns][...] = finish(sums, biases, residual, fusions, out_ref.dtype)
+            if splits > 1:  # no CTA may end while others read its shared memory
+                plgpu.barrier_arrive(exchange.at[1])
+                plgpu.barrier_wait(exchange.at[1])
+
+
+def run(operands: list[jax.Array], product: Product, fusions: Fusions, params: Params) -> jax.Array:
+    """[T, F] of x [T, K], the weight [K, segments, F] and what `_kernel` names."""
+    blocks = product.columns // params.block_n
+    part = (1,)
+    if params.exchange == "device":
+        part = (blocks, params.splits, product.segments, product.rows, params.block_n)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, fusions=fusions, params=params),
+        out_type=(
+            jax.ShapeDtypeStruct((product.rows, product.columns), operands[0].dtype),
+            jax.ShapeDtypeStruct(part, jnp.float32),
+        ),
+        grid=(blocks,),
+        grid_names=("column",),
+        cluster=(params.splits,),
+        cluster_names=("split",),
+        num_threads=2,
+        thread_name="wg",
+        kernel_name="linear",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    return kernel(*operands)[0]

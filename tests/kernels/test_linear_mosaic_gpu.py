@@ -1,0 +1,84 @@
+"""The Hopper kernel against the reference, in the GPU interpreter."""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from jaxinfer.kernels.linear import arg_specs, linear, mosaic_gpu
+from jaxinfer.kernels.linear.arg_specs import Spec
+from jaxinfer.kernels.linear.tuning import Params
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Run kernels in the GPU interpreter; fail if it saw a race."""
+    mesh = AbstractMesh((), (), abstract_device=H200)
+    with (
+        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
+        yield
+    assert not interpreter.get_races().races_found
+
+
+def run(spec: Spec, x: jax.Array, weight: jax.Array, options: dict, params: Params) -> np.ndarray:
+    segments = 1 if spec.activation is None else 2
+    if "bias" in options:
+        options = options | {"bias": options["bias"].reshape(segments, -1)}
+    weight = weight.reshape(weight.shape[0], segments, -1)
+    multiply = partial(mosaic_gpu.linear, activation=spec.activation, params=params)
+    with interpreted():
+        out = jax.block_until_ready(jax.jit(multiply)(x, weight, **options))
+    return np.asarray(out.astype(jnp.float32))
+
+
+def params(**changes) -> Params:
+    """The interpreter knows neither programmatic launches nor shared memory of other CTAs."""
+    return Params(**({"block_n": 64, "num_stages": 2, "overlap": False, "exchange": "device"} | changes))
+
+
+CASES = {
+    "one tile": (Spec(16, (64,), (64,)), params(splits=1)),
+    "ring is reused": (Spec(16, (256,), (64,)), params(splits=1)),
+    "norm, residual, splits": (Spec(16, (256,), (128,), has_norm=True, has_residual=True), params(splits=2)),
+    "gated, wide tiles, f16": (
+        Spec(32, (256,), (2, 64), has_norm=True, has_bias=True, activation="silu", dtype="float16"),
+        params(splits=2, block_k=128),
+    ),
+    "8 splits, bias": (Spec(48, (512,), (128,), has_bias=True), params(splits=8, block_n=128)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_reference(name: str) -> None:
+    spec, tuning = CASES[name]
+    x, weight, options = arg_specs.make_inputs(spec, seed=0)
+    expected = np.asarray(linear(x, weight, activation=spec.activation, **options).astype(jnp.float32))
+    out = run(spec, x, weight, options, tuning)
+    assert np.linalg.norm(out - expected) < 4e-3 * np.linalg.norm(expected)
+
+
+def test_rows_do_not_depend_on_others() -> None:
+    spec = Spec(16, (128,), (64,), has_norm=True, has_residual=True)
+    x, weight, options = arg_specs.make_inputs(spec, seed=1)
+    other = x.at[5].set(jnp.nan).at[7].multiply(100)
+    outs = [run(spec, rows, weight, options, params(splits=2)) for rows in (x, other)]
+    same = ~np.isin(np.arange(16), (5, 7))
+    np.testing.assert_array_equal(outs[0][same], outs[1][same])
+    assert np.isnan(outs[1][5]).all()
+
+
+def test_says_what_it_cannot_do() -> None:
+    x, weight = jnp.zeros((16, 128)), jnp.zeros((128, 1, 64))
+    with pytest.raises(NotImplementedError, match="float32"):
+        mosaic_gpu.linear(x, weight, params=params(splits=1))

@@ -1,0 +1,102 @@
+"""The specification of `linear` against the operations that it stands for, and what its api refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.kernels.linear import arg_specs, choose, linear
+from jaxinfer.kernels.linear.arg_specs import Spec
+from jaxinfer.kernels.linear.tuning import Params, Product, default_params, tuned_params
+
+
+def in_float64(spec: Spec, x: jax.Array, weight: jax.Array, options: dict) -> np.ndarray:
+    values = {name: np.asarray(value, np.float64) for name, value in options.items()}
+    x = np.asarray(x, np.float64).reshape(spec.rows, -1)
+    if spec.has_norm:
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * values["norm_weight"]
+    out = x @ np.asarray(weight, np.float64).reshape(x.shape[1], -1)
+    out = out.reshape(spec.rows, *spec.outputs)
+    if spec.has_bias:
+        out = out + values["bias"][None]
+    if spec.activation:
+        out = out[:, 0] / (1 + np.exp(-out[:, 0])) * out[:, 1]
+    return out + values["residual"] if spec.has_residual else out
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(3, (8,), (2, 3, 4), has_norm=True, has_bias=True, dtype="float32"),
+        Spec(3, (2, 3, 4), (5,), has_residual=True, dtype="float32"),
+        Spec(3, (8,), (2, 6), has_norm=True, has_bias=True, has_residual=True, activation="silu", dtype="float32"),
+    ],
+    ids=["qkv", "out", "gate_up"],
+)
+def test_is_what_it_says(spec: Spec) -> None:
+    x, weight, options = arg_specs.make_inputs(spec, seed=0)
+    out = linear(x, weight, activation=spec.activation, **options)
+    assert out.shape == spec.result
+    np.testing.assert_allclose(out, in_float64(spec, x, weight, options), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x": (3, 7)}, "does not fit weight"),
+        ({"bias": (4, 8)}, r"bias \(4, 8\) should be \(8, 4\)"),
+        ({"residual": (2, 8, 4)}, "residual"),
+        ({"norm_weight": (6,)}, "norm_weight"),
+        ({"activation": "gelu"}, "'gelu'"),
+        ({"activation": "silu"}, "outputs"),
+    ],
+    ids=str,
+)
+def test_says_what_does_not_fit(change: dict, words: str) -> None:
+    arguments = {"x": (3, 8), "weight": (8, 8, 4)} | change
+    arrays = {name: jnp.zeros(x) if isinstance(x, tuple) else x for name, x in arguments.items()}
+    with pytest.raises(ValueError, match=words):
+        linear(**arrays)
+
+
+def test_chooses_the_kernel_where_it_is_known_to_win() -> None:
+    shape = jax.ShapeDtypeStruct
+    weight = shape((1024, 8, 4, 128), jnp.bfloat16)
+    for rows, dtype, implementation, expected in (
+        (16, jnp.bfloat16, "mosaic_gpu", "mosaic_gpu"),
+        (16, jnp.bfloat16, "reference", "reference"),
+        (16, jnp.float32, "mosaic_gpu", "reference"),
+        (17, jnp.bfloat16, "mosaic_gpu", "reference"),
+        (4096, jnp.bfloat16, "mosaic_gpu", "reference"),
+    ):
+        assert choose(implementation, shape((rows, 1024), dtype), weight) == expected
+    assert choose("mosaic_gpu", shape((16, 1000), jnp.bfloat16), shape((1000, 24), jnp.bfloat16)) == "reference"
+
+
+def test_parameters_fit_their_products() -> None:
+    tuned = 0
+    for spec in arg_specs.BENCHMARKS.values():
+        segments = 1 if spec.activation is None else 2
+        size = int(np.prod(spec.inputs))
+        product = Product(spec.rows, size, segments, int(np.prod(spec.outputs)) // segments)
+        default_params(product).check(product)
+        params = tuned_params(product)
+        if params is not None:
+            params.check(product)
+            tuned += 1
+    assert tuned
+    assert tuned_params(Product(16, 1024, 1, 4096), device_kind="some other card") is None
+
+
+def test_says_what_cannot_be_cut() -> None:
+    with pytest.raises(NotImplementedError, match="17 rows"):
+        Params().check(Product(17, 1024, 1, 4096))
+    with pytest.raises(NotImplementedError, match="cannot be cut"):
+        Params(block_n=128).check(Product(16, 1024, 1, 64 * 3))
+    with pytest.raises(NotImplementedError, match="shared memory"):
+        Params(splits=1, num_stages=16, block_n=128).check(Product(16, 1024, 1, 4096))
+    with pytest.raises(NotImplementedError, match="cannot be cut"):
+        default_params(Product(16, 100, 1, 4096))
+    for wrong in ({"block_n": 32}, {"block_k": 0}, {"splits": 3}, {"num_stages": 1}, {"exchange": "post"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Params(**wrong)
