@@ -35,16 +35,18 @@ def sample(
 ) -> jax.Array:
     """See `api.sample`. Rows that are no whole tiles are copied to be so, which costs two more passes."""
     vocab, tiles = logits.shape[1], _as_tiles(logits)
-    maxima, sums = reduce_tiles(tiles, temperature, params=params.tiles)
-    known = (tiles, maxima, sums, temperature, seeds, positions)
-    if min_p is None and top_k is None and top_p is None:
-        return pick(*known)
-    rows = temperature.shape
-    log_min_p = jnp.full(rows, -jnp.inf) if min_p is None else jnp.log(min_p)
-    off = tiles.shape[1] * TILE
-    top_k = jnp.full(rows, off, jnp.int32) if top_k is None else jnp.where(top_k < vocab, jnp.maximum(top_k, 1), off)
-    top_p = jnp.ones(rows) if top_p is None else top_p
-    return pick_with_cuts(*known, log_min_p, top_k, top_p, params=params.cuts)
+    is_cut = not (min_p is None and top_k is None and top_p is None)
+    known = reduce_tiles(tiles, temperature, params=params.tiles, with_seconds=is_cut)
+    rows = (temperature, seeds, positions)
+    if not is_cut:
+        return pick(tiles, known, rows)
+    off, shape = tiles.shape[1] * TILE, temperature.shape
+    cuts = (
+        jnp.full(shape, -jnp.inf) if min_p is None else jnp.log(min_p),
+        jnp.full(shape, off, jnp.int32) if top_k is None else jnp.where(top_k < vocab, jnp.maximum(top_k, 1), off),
+        jnp.ones(shape) if top_p is None else top_p,
+    )
+    return pick_with_cuts(tiles, known, rows, cuts, params=params.cuts)
 
 
 def sample_slots(
@@ -58,8 +60,8 @@ def sample_slots(
 ) -> tuple[jax.Array, Slots]:
     """See `api.sample_slots`: two kernels, nothing beside them."""
     tiles = _as_tiles(logits)
-    maxima, sums = reduce_tiles(tiles, slots.temperature, slot_ids, params=params.tiles)
-    return pick_and_advance(tiles, maxima, sums, (slot_ids, samples, num_tokens), slots)
+    known = reduce_tiles(tiles, slots.temperature, slot_ids, params=params.tiles)
+    return pick_and_advance(tiles, known, (slot_ids, samples, num_tokens), slots)
 
 
 def _as_tiles(logits: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +46,16 @@ class RowShape:
     @property
     def num_entries(self) -> int:
         """Entries, padded to what a warpgroup loads."""
-        return -(-self.num_blocks * BLOCK // 128) * 128
+        return -(-self.num_blocks * BLOCK // TILE) * TILE
 
     @property
     def shift(self) -> int:
         """By how much the last block begins earlier."""
         return self.num_blocks * BLOCK - self.num_tiles
+
+    @property
+    def entry_rows(self) -> int:
+        return self.num_entries // TILE
 
     def first_tile(self, block: jax.Array) -> jax.Array:
         return jnp.minimum(block * BLOCK, self.num_tiles - BLOCK)
@@ -64,13 +68,34 @@ class RowShape:
         return tile, is_own
 
 
-def entry_layout(shape: RowShape) -> Any:
-    """Layout of an array with an element an entry."""
-    return plgpu.Layout.WG_STRIDED((shape.num_entries,), vec_size=1)
+def strided(shape: tuple[int, ...]) -> Any:
+    """The layout in which neighbours belong to neighbouring threads."""
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=1)
 
 
 def iota(length: int) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, (length,), 0, layout=plgpu.Layout.WG_STRIDED((length,), vec_size=1))
+    return plgpu.broadcasted_iota(jnp.int32, (length,), 0, layout=strided((length,)))
+
+
+class Entries(NamedTuple):
+    """What is known of a row's tiles, by entry, [entries / 128, 128] each."""
+
+    tiles: jax.Array  # int32
+    is_own: jax.Array  # bool: the entry does not repeat an earlier one
+    maxima: jax.Array  # float32, -inf where it does
+    sums: jax.Array
+    seconds: jax.Array | None = None
+
+
+def read_entries(index: jax.Array, shape: RowShape, maxima_ref: Any, sums_ref: Any, *seconds_ref: Any) -> Entries:
+    """From refs [S, entries / 128, 128]."""
+    size = maxima_ref.shape[1:]
+    row, column = (plgpu.broadcasted_iota(jnp.int32, size, axis, layout=strided(size)) for axis in (0, 1))
+    tiles, is_own = shape.tiles(row * TILE + column)
+    maxima, sums, *seconds = (
+        plgpu.load(ref.at[index], layout=strided(size)) for ref in (maxima_ref, sums_ref, *seconds_ref)
+    )
+    return Entries(tiles, is_own, jnp.where(is_own, maxima, -INF), sums, *seconds)
 
 
 def gumbel(words: tuple[jax.Array, jax.Array], indices: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,24 +16,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxinfer.kernels.sampling.mosaic_gpu_common import (
     INF,
     TILE,
+    Entries,
     Row,
     RowShape,
     best_id,
-    entry_layout,
     gumbel,
     iota,
     is_finite,
     make_row,
+    read_entries,
     read_row,
+    strided,
 )
 from jaxinfer.kernels.sampling.reference import Slots
 
 
-def pick_tile(row: Row, maxima: jax.Array, sums: jax.Array, tiles: jax.Array, is_own: jax.Array) -> jax.Array:
-    """The tile that the draw, or greed, takes; arrays are by entry."""
-    drawn = row.scale(maxima) + jnp.log(sums) + gumbel(row.tile_words, tiles)
-    scores = jnp.where(row.is_drawn, drawn, maxima)
-    return best_id(jnp.where(is_own & (sums > 0), scores, -INF), tiles)
+def pick_tile(row: Row, entries: Entries) -> jax.Array:
+    """The tile that the draw, or greed, takes."""
+    drawn = row.scale(entries.maxima) + jnp.log(entries.sums) + gumbel(row.tile_words, entries.tiles)
+    scores = jnp.where(row.is_drawn, drawn, entries.maxima)
+    return best_id(jnp.where(entries.is_own & (entries.sums > 0), scores, -INF), entries.tiles)
 
 
 def pick_id(row: Row, logits: jax.Array, tile: jax.Array) -> jax.Array:
@@ -45,21 +47,17 @@ def pick_id(row: Row, logits: jax.Array, tile: jax.Array) -> jax.Array:
 def _choose(tiles_ref: Any, index: jax.Array, maxima_ref: Any, sums_ref: Any, make: Callable[..., Row]) -> jax.Array:
     """The token of row `index`, which `make` makes of the row's largest logit; -1 if there is none."""
     shape = RowShape(tiles_ref.shape[1])
-    layout = entry_layout(shape)
-    maxima = plgpu.load(maxima_ref.at[index], layout=layout)
-    sums = plgpu.load(sums_ref.at[index], layout=layout)
-    tiles, is_own = shape.tiles(iota(shape.num_entries))
-    maxima = jnp.where(is_own, maxima, -INF)
-    row = make(best=jnp.max(maxima))
-    tile = jnp.minimum(pick_tile(row, maxima, sums, tiles, is_own), shape.num_tiles - 1)  # a NaN finds none
-    logits = plgpu.load(tiles_ref.at[index, tile], layout=plgpu.Layout.WG_STRIDED((TILE,), vec_size=1))
+    entries = read_entries(index, shape, maxima_ref, sums_ref)
+    row = make(best=jnp.max(entries.maxima))
+    tile = jnp.minimum(pick_tile(row, entries), shape.num_tiles - 1)  # a NaN finds none
+    logits = plgpu.load(tiles_ref.at[index, tile], layout=strided((TILE,)))
     return jnp.where(is_finite(row.best), pick_id(row, logits, tile), -1)
 
 
 def _pick_kernel(
     tiles_ref: Any,  # [S, tiles, 128]
-    maxima_ref: Any,  # [S, entries]
-    sums_ref: Any,  # [S, entries]
+    maxima_ref: Any,  # [S, entries / 128, 128]
+    sums_ref: Any,  # likewise
     temperature_ref: Any,  # [S]
     seeds_ref: Any,  # [S, 2]
     positions_ref: Any,  # [S]
@@ -74,8 +72,8 @@ def _pick_kernel(
 
 def _advance_kernel(
     tiles_ref: Any,  # [S, tiles, 128]
-    maxima_ref: Any,  # [S, entries]
-    sums_ref: Any,  # [S, entries]
+    maxima_ref: Any,  # [S, entries / 128, 128]
+    sums_ref: Any,  # likewise
     slot_ids_ref: Any,  # [S]
     samples_ref: Any,  # [S]
     num_tokens_ref: Any,  # [S]
@@ -105,20 +103,19 @@ def _advance_kernel(
             last_tokens_ref[place] = jnp.maximum(token, 0)
 
 
-def pick(
-    tiles: jax.Array,
-    maxima: jax.Array,
-    sums: jax.Array,
-    temperature: jax.Array,
-    seeds: jax.Array,
-    positions: jax.Array,
-) -> jax.Array:
-    """The tokens, int32 [S], from logits float32 [S, tiles, 128] and what `reduce_tiles` made of them."""
-    return _kernel(_pick_kernel, tiles.shape[0])(tiles, maxima, sums, temperature, seeds, positions)
+def pick(tiles: jax.Array, known: Sequence[jax.Array], rows: Sequence[jax.Array]) -> jax.Array:
+    """The tokens, int32 [S].
+
+    Args:
+      tiles: the logits, float32 [S, tiles, 128].
+      known: what `reduce_tiles` made of them.
+      rows: temperature, seeds and positions.
+    """
+    return _kernel(_pick_kernel, tiles.shape[0])(tiles, *by_entry_rows(known), *rows)
 
 
 def pick_and_advance(
-    tiles: jax.Array, maxima: jax.Array, sums: jax.Array, rows: tuple[jax.Array, ...], slots: Slots
+    tiles: jax.Array, known: Sequence[jax.Array], rows: Sequence[jax.Array], slots: Slots
 ) -> tuple[jax.Array, Slots]:
     """As `pick`, reading and writing the slots' state in place.
 
@@ -127,8 +124,13 @@ def pick_and_advance(
     """
     last_tokens, num_computed = jax.new_ref(slots.last_tokens), jax.new_ref(slots.num_computed)
     tables = (slots.temperature, slots.seeds, last_tokens, num_computed)
-    tokens = _kernel(_advance_kernel, tiles.shape[0])(tiles, maxima, sums, *rows, *tables)
+    tokens = _kernel(_advance_kernel, tiles.shape[0])(tiles, *by_entry_rows(known), *rows, *tables)
     return tokens, slots._replace(last_tokens=jax.freeze(last_tokens), num_computed=jax.freeze(num_computed))
+
+
+def by_entry_rows(known: Sequence[jax.Array]) -> list[jax.Array]:
+    """[S, entries] -> [S, entries / 128, 128]."""
+    return [x.reshape(x.shape[0], -1, TILE) for x in known]
 
 
 def _kernel(body: Callable[..., None], num_rows: int) -> Callable[..., jax.Array]:

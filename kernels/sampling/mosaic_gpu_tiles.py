@@ -1,4 +1,5 @@
-"""The pass over the logits: of every tile of 128 its maximum and the sum of exp((x - maximum) / temperature).
+"""The pass over the logits: of every tile of 128 its maximum, the sum of exp((x - maximum) / temperature), and for cuts
+the second largest logit.
 
     CTA c      an equal share of all blocks of all rows, one after the other
     TMA        block i + num_stages -> shared memory, while block i is in registers
@@ -40,10 +41,11 @@ class TilesParams:
 def _tiles_kernel(
     logits_ref: Any,  # [S, tiles, 128]
     temperature_ref: Any,  # [S], or [B] where there are slots
-    *refs: Any,  # slot_ids [S] where there are any; maxima [S, entries]; sums [S, entries]
+    *refs: Any,  # slot_ids [S] where there are any; maxima, sums and, where asked for, seconds, [S, entries] each
     num_stages: int,
+    has_slots: bool,
 ) -> None:
-    *slots_ref, maxima_ref, sums_ref = refs
+    slots_ref, (maxima_ref, sums_ref, *seconds_ref) = refs[:has_slots], refs[has_slots:]
     num_rows, num_tiles, _ = logits_ref.shape
     shape = RowShape(num_tiles)
     total = num_rows * shape.num_blocks
@@ -93,26 +95,44 @@ def _tiles_kernel(
             where = pl.ds(block * BLOCK, BLOCK)
             maxima_ref[row, where] = maxima
             sums_ref[row, where] = jnp.sum(functools.reduce(jnp.add, weights), axis=1)
+            if seconds_ref:
+                seconds_ref[0][row, where] = _second_largest(parts, maxima)
 
         lax.fori_loop(0, count, reduce, None)
 
 
+def _second_largest(parts: list[jax.Array], maxima: jax.Array) -> jax.Array:
+    """The second largest of each row of [64, 32] arrays side by side; the largest again where it is there twice."""
+    first, second = jnp.maximum(parts[0], parts[1]), jnp.minimum(parts[0], parts[1])
+    for part in parts[2:]:
+        second, first = jnp.maximum(second, jnp.minimum(first, part)), jnp.maximum(first, part)
+    is_largest = first == lax.broadcast_in_dim(maxima, first.shape, [0])
+    others = jnp.max(jnp.where(is_largest, second, first), axis=1)
+    return jnp.where(jnp.sum(jnp.where(is_largest, 1, 0), axis=1) > 1, maxima, others)
+
+
 def reduce_tiles(
-    tiles: jax.Array, temperature: jax.Array, slot_ids: jax.Array | None = None, *, params: TilesParams
-) -> tuple[jax.Array, jax.Array]:
-    """Of logits float32 [S, tiles, 128] the maxima and sums of tiles, float32 [S, entries] each.
+    tiles: jax.Array,
+    temperature: jax.Array,
+    slot_ids: jax.Array | None = None,
+    *,
+    params: TilesParams,
+    with_seconds: bool = False,
+) -> list[jax.Array]:
+    """Of logits float32 [S, tiles, 128] the maxima and sums of tiles, float32 [S, entries] each; then the seconds.
 
     Entries behind the last block are undefined. With slot_ids, int32 [S], temperature is a table by slot.
     """
     num_rows, num_tiles, _ = tiles.shape
     shape = RowShape(num_tiles)
     out = jax.ShapeDtypeStruct((num_rows, shape.num_entries), jnp.float32)
+    operands = [tiles, temperature] + ([] if slot_ids is None else [slot_ids])
     kernel = plgpu.kernel(
-        functools.partial(_tiles_kernel, num_stages=params.num_stages),
-        out_type=(out, out),
+        functools.partial(_tiles_kernel, num_stages=params.num_stages, has_slots=slot_ids is not None),
+        out_type=[out] * (3 if with_seconds else 2),
         grid=(params.num_ctas(num_rows * shape.num_blocks),),
         grid_names=("cta",),
         kernel_name="sampling_tiles",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return kernel(tiles, temperature, *(() if slot_ids is None else (slot_ids,)))
+    return kernel(*operands)
