@@ -38,6 +38,8 @@ def pack(plan: StepPlan, layout: BatchLayout, num_slots: int) -> np.ndarray:
 
 def _pack_decodes(rows: DecodeRows, part: dict[str, np.ndarray]) -> None:
     """The leading rows: row r is token r."""
+    if not rows:
+        return
     count = len(rows)
     numbers = np.arange(count + 1)
     part["query_start_loc"][: count + 1] = numbers

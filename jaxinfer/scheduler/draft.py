@@ -34,10 +34,11 @@ class Draft:
 
     def num_wanted(self, request: Request) -> int:
         """Tokens a request could compute now."""
-        if request.num_output_tokens + request.num_in_flight_samples >= request.max_tokens:
+        num_computed, _, num_placeholders, num_samples, num_drafts = request.counts
+        if request.num_output_tokens + num_samples >= request.max_tokens:
             return 0  # the steps in flight must already reach its end
-        ahead = request.num_tokens + request.num_output_placeholders + request.num_drafts
-        return min(ahead, self._limits.max_model_len - 1) - request.num_computed_tokens
+        ahead = request.num_tokens + num_placeholders + num_drafts
+        return min(ahead, self._limits.max_model_len - 1) - num_computed
 
     def chunk(self, wanted: int) -> int:
         """How many of the wanted tokens the budget grants; 0 passes the request over."""

@@ -202,9 +202,11 @@ class Scheduler:
         return True
 
     def _allocate(self, request: Request, num_tokens: int) -> bool:
+        num_blocks = len(request.block_ids)
         if not self.cache.allocate(request, num_tokens):
             return False
-        self.running.note_blocks(request)
+        if len(request.block_ids) > num_blocks:
+            self.running.note_blocks(request)
         return True
 
     def _pick_victim(self) -> Request:

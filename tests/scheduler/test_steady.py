@@ -10,8 +10,10 @@ from content_device import EOS, Traffic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxinfer.batch import BatchLayout, BatchShape
 from jaxinfer.cache import KVCacheManager
 from jaxinfer.core import FinishReason, Request, SamplingParams, StepPlan, StepResult
+from jaxinfer.engine.inputs import pack
 from jaxinfer.scheduler import Scheduler, SchedulerLimits
 from jaxinfer.scheduler.running import RunningTable
 from jaxinfer.scheduler.steady import SteadyRows
@@ -95,6 +97,30 @@ def test_most_rows_are_columns_where_there_is_room(depth):
     traffic.drain()
     traffic.check_answers()
     assert traffic.seen["columns"] > num_rows / 2
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_columns_are_packed_as_their_rows_would_be(depth):
+    """The buffer of a plan, and of one that has the same rows as objects; table updates in any order."""
+    traffic = Traffic(5, depth, num_blocks=60, max_num_seqs=8, budget=24, scheduler_class=ByColumns)
+    layout = BatchLayout(BatchShape(24, 8, False, traffic.block_size))
+    check = traffic._check_plan
+
+    def pack_fields(plan: StepPlan) -> dict[str, list]:
+        buffer = pack(plan, layout, 8)
+        fields = {name: buffer[where].tolist() for name, where in layout.slices.items()}
+        names = ("update_slots", "update_columns", "update_blocks")
+        updates = sorted(zip(*(fields.pop(name) for name in names), strict=True))
+        return {**fields, "updates": updates}
+
+    def pack_both(plan: StepPlan) -> None:
+        check(plan)
+        as_rows = StepPlan(plan.rows, num_decodes=plan.num_decodes, num_tokens=plan.num_tokens)
+        assert pack_fields(plan) == pack_fields(as_rows)
+
+    traffic._check_plan = pack_both
+    traffic.run(150)
+    assert traffic.seen["columns"] > 50
 
 
 # -- controls ---------------------------------------------------------------------------------------
