@@ -1,0 +1,172 @@
+"""The producer of the prefill kernel: claims items and brings their queries, keys and values to shared memory.
+
+    item i     record, Q | K0 V0 K1 V1 ...           through the rings of stages, then item i + 1 without a pause
+
+A cache in fp8 arrives as it is, one tile of K and one of V at a time, and is written to the rings as f16, which holds
+e4m3 exactly (Hopper converts to f16 only):
+
+    K tile     TMA ........ | convert |  TMA of the next ........ | convert | ...
+    V tile       TMA ........         | convert | TMA of the next ........  | convert | ...
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxinfer.kernels.paged_attention import mosaic_gpu_prefill_items as item_lists
+from jaxinfer.kernels.paged_attention.mosaic_gpu_common import copy_layout, copy_rows
+from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_memory import Layer, Memory
+from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_plan import CONSUMERS, ROWS
+
+
+def load_items(
+    q_ref: Any, k_ref: Any, v_ref: Any, block_tables_ref: Any, items: item_lists.ItemList, layer: Layer, memory: Memory
+) -> None:
+    """The producer's whole run."""
+    q_buffers = layer.params.q_buffers
+    queries, *_ = memory.qo
+    claims = memory.record.at[pl.ds(q_buffers, 2), pl.ds(0, 1)]
+    first_consumer = 0 if layer.params.ctas == 1 else lax.axis_index("rank") * CONSUMERS
+    load_keys = _load_converted if layer.is_fp8 else _load_directly
+
+    def await_buffer(i):
+        @pl.when(i >= q_buffers)
+        def _():
+            plgpu.barrier_wait(memory.q_free.at[lax.rem(i, q_buffers)])
+
+        return lax.rem(i, q_buffers)
+
+    def load_item(carry):
+        i, done, index = carry
+        row, item = items.read(index)
+        buffer = await_buffer(i)
+        item.write(memory.record.at[buffer])
+        plgpu.barrier_arrive(memory.q_ready.at[buffer])
+        for consumer in range(CONSUMERS):
+            head, offset = item.part(first_consumer + consumer, layer.per_item)
+            plgpu.copy_gmem_to_smem(
+                q_ref.at[pl.ds(item.token + offset, ROWS), head],
+                queries.at[buffer, consumer],
+                memory.q_ready.at[buffer],
+            )
+        done = load_keys(
+            k_ref, v_ref, functools.partial(_page_ids, block_tables_ref, row, item, layer), item, done, layer, memory
+        )
+        return i + 1, done, items.deal(i + 1, claims, memory.claimed)
+
+    zero = jnp.int32(0)
+    init = (zero, zero, items.deal(zero, claims, memory.claimed))
+    count, done, _ = lax.while_loop(lambda carry: carry[2] < items.total, load_item, init)
+    buffer = await_buffer(count)
+    item_lists.write_end(memory.record.at[buffer])
+    for _ in range(CONSUMERS + 1):
+        plgpu.barrier_arrive(memory.q_ready.at[buffer])
+    _drain(count, done, layer, memory)
+
+
+def _drain(count: jax.Array, done: jax.Array, layer: Layer, memory: Memory) -> None:
+    """Wait for the last completion of every barrier: before it, nobody may leave."""
+    stages, q_buffers = layer.params.num_stages, layer.params.q_buffers
+
+    def drain_kv(i, _):
+        plgpu.barrier_wait(memory.k_free.at[lax.rem(i, stages)])
+        plgpu.barrier_wait(memory.v_free.at[lax.rem(i, stages)])
+
+    def drain_q(i, _):
+        plgpu.barrier_wait(memory.q_free.at[lax.rem(i, q_buffers)])
+
+    lax.fori_loop(jnp.maximum(done - stages, 0), done, drain_kv, None)
+    lax.fori_loop(jnp.maximum(count - q_buffers + 1, 0), count, drain_q, None)
+
+
+def _page_ids(block_tables_ref: Any, row: jax.Array, item: item_lists.Item, layer: Layer, step: jax.Array) -> tuple:
+    """Block ids of a step's copies; past the row's end its last real block again."""
+    last = (item.seq_len - 1) // layer.block_size
+    tokens = [step * layer.params.block_kv + i * layer.copy_tokens for i in range(layer.num_copies)]
+    return tuple(block_tables_ref[row, jnp.minimum(token // layer.block_size, last)] for token in tokens)
+
+
+def _copy_tile(
+    source: Any, pages: tuple, head: jax.Array, step: jax.Array, layer: Layer, smem: Any, barrier: Any, **options: Any
+) -> None:
+    block_kv, block_size = layer.params.block_kv, layer.block_size
+    offset = lax.rem(step * block_kv, block_size) if block_size > block_kv else 0
+    for i, page in enumerate(pages):
+        plgpu.copy_gmem_to_smem(
+            source.at[page, head, pl.ds(offset, layer.copy_tokens)],
+            smem.at[pl.ds(i * layer.copy_tokens, layer.copy_tokens)],
+            barrier,
+            **options,
+        )
+
+
+def _load_directly(k_ref, v_ref, page_ids, item, done, layer: Layer, memory: Memory) -> jax.Array:
+    """K and V tiles of an item, 16-bit caches. The page ids of a step are read during the step before."""
+    stages, head = layer.params.num_stages, item.head // layer.group
+    options = {} if layer.params.ctas == 1 else {"collective_axes": "rank"}
+
+    def load_step(step, carry):
+        done, pages = carry
+        slot = lax.rem(done, stages)
+        next_pages = page_ids(jnp.minimum(step + 1, item.end_step - 1))
+        for source, smem, ready, free in (
+            (k_ref, memory.k, memory.k_ready, memory.k_free),
+            (v_ref, memory.v, memory.v_ready, memory.v_free),
+        ):
+            _await_free(free, slot, done, stages)
+            _copy_tile(source, pages, head, step, layer, smem.at[slot], ready.at[slot], **options)
+        return done + 1, next_pages
+
+    return lax.fori_loop(item.first_step, item.end_step, load_step, (done, page_ids(item.first_step)))[0]
+
+
+def _load_converted(k_ref, v_ref, page_ids, item, done, layer: Layer, memory: Memory) -> jax.Array:
+    """K and V tiles of an item, fp8 caches."""
+    stages, head = layer.params.num_stages, item.head // layer.group
+    tensors = (
+        (k_ref, memory.raw_k, memory.k, memory.k_ready, memory.k_free),
+        (v_ref, memory.raw_v, memory.v, memory.v_ready, memory.v_free),
+    )
+
+    def load_step(step, carry):
+        done, next_pages = carry
+        slot = lax.rem(done, stages)
+        following = page_ids(jnp.minimum(step + 2, item.end_step - 1))
+        for i, (source, raw, smem, ready, free) in enumerate(tensors):
+            plgpu.barrier_wait(memory.raw_ready.at[i])
+            _await_free(free, slot, done, stages)
+            _convert(raw, smem.at[slot])
+            plgpu.barrier_arrive(ready.at[slot])
+
+            @pl.when(step + 1 < item.end_step)
+            def _(i=i, source=source, raw=raw):
+                _copy_tile(source, next_pages, head, step + 1, layer, raw, memory.raw_ready.at[i])
+
+        return done + 1, following
+
+    pages = page_ids(item.first_step)
+    for i, (source, raw, *_) in enumerate(tensors):
+        _copy_tile(source, pages, head, item.first_step, layer, raw, memory.raw_ready.at[i])
+    init = (done, page_ids(jnp.minimum(item.first_step + 1, item.end_step - 1)))
+    return lax.fori_loop(item.first_step, item.end_step, load_step, init)[0]
+
+
+def _await_free(free: Any, slot: jax.Array, done: jax.Array, stages: int) -> None:
+    @pl.when(done >= stages)
+    def _():
+        plgpu.barrier_wait(free.at[slot])
+
+
+def _convert(raw: Any, smem: Any) -> None:
+    rows, columns = raw.shape
+    itemsize = jnp.dtype(smem.dtype).itemsize
+    size, layout = copy_rows(columns, itemsize), copy_layout(columns, itemsize)
+    for row in range(0, rows, size):
+        part = pl.ds(row, size)
+        smem[part] = plgpu.load(raw.at[part], layout=layout).astype(smem.dtype)
+    plgpu.commit_smem()
