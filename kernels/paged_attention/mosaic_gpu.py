@@ -13,22 +13,21 @@ import functools
 import json
 import math
 import pathlib
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxinfer.kernels.paged_attention.mosaic_gpu_decode import MAX_GROUP, check_decode_supported, decode_attention
+from jaxinfer.kernels.paged_attention.mosaic_gpu_decode import check_decode_supported, decode_attention
 from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_plan import DecodeParams, DecodePlan, plan_decode
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill import (
     PrefillParams,
     PrefillPlan,
+    check_prefill_supported,
     plan_prefill,
     prefill_attention,
 )
 
 DEFAULT_DEVICE = "NVIDIA H200"
-HEAD_DIMS = (64, 128, 192)  # of both kernels
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)  # of both kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,29 +129,7 @@ def check_supported(
     check_decode_supported(q.dtype, k_cache.dtype, **layer, params=params.decode)
     if not is_decode:
         has_scales = k_scale is not None or v_scale is not None
-        _check_prefill(q.dtype, k_cache.dtype, **layer, has_scales=has_scales, params=params.prefill)
-
-
-def _check_prefill(
-    q_dtype: Any,
-    cache_dtype: Any,
-    *,
-    group: int,
-    head_dim: int,
-    block_size: int,
-    has_scales: bool,
-    params: PrefillParams,
-) -> None:
-    if head_dim not in HEAD_DIMS:
-        raise NotImplementedError(f"head_dim {head_dim} is not one of {HEAD_DIMS}")
-    if q_dtype not in (jnp.bfloat16, jnp.float16) or cache_dtype != q_dtype:
-        raise NotImplementedError(f"q {q_dtype} with a cache of {cache_dtype}: both must be bf16 or both f16")
-    if has_scales:
-        raise NotImplementedError("k_scale and v_scale")
-    if group > MAX_GROUP:
-        raise NotImplementedError(f"{group} query heads a KV head: more than {MAX_GROUP}")
-    if block_size % 16 or max(params.block_kv, block_size) % min(params.block_kv, block_size):
-        raise NotImplementedError(f"block_size {block_size} with tiles of {params.block_kv} tokens")
+        check_prefill_supported(q.dtype, k_cache.dtype, **layer, has_scales=has_scales, params=params.prefill)
 
 
 def paged_attention(
@@ -194,4 +171,4 @@ def paged_attention(
     out = decode_attention(q, k_cache, v_cache, block_tables, step_plan.decode, **options, **scales)
     if step_plan.prefill is None:
         return out
-    return prefill_attention(q, k_cache, v_cache, block_tables, step_plan.prefill, out, **options)
+    return prefill_attention(q, k_cache, v_cache, block_tables, step_plan.prefill, out, **options, **scales)
