@@ -17,13 +17,14 @@ from jaxinfer.core import Request, SamplingParams
 from jaxinfer.engine.inputs import feature_values
 from jaxinfer.kernels.sampling.noise import Stream, gumbel, row_keys, uniform
 from jaxinfer.kernels.sampling.reference import cut, draw, keep_top_k, keep_top_p
-from jaxinfer.sampling import sample_full, sample_plain
+from jaxinfer.sampling import sample_cut, sample_full, sample_plain
 from jaxinfer.sampling.sampler import adjust
 
 V = 300
 SHAPES = DeviceShapes(num_slots=8, max_blocks=4, max_len=64, vocab_size=V)
 full = jax.jit(sample_full)
 plain = jax.jit(sample_plain)
+cut_only = jax.jit(sample_cut)
 
 
 @jax.jit
@@ -200,6 +201,28 @@ def test_mixed_rows_equal_their_solo_runs():
     for step in range(30):
         carry, output = plain(carry, jnp.asarray(logits[:2]), rows)
         np.testing.assert_array_equal(np.asarray(output.tokens), together[step, :2])
+
+
+def test_rows_that_are_only_cut_take_the_full_programs_tokens():
+    kinds = [{"top_k": 5}, {"temperature": 0.0}, {"top_p": 0.7}, {"min_p": 0.1, "top_k": 30, "top_p": 0.9}]
+    requests = [make_request(SamplingParams(**kind), seed=7 + n) for n, kind in enumerate(kinds)]
+    logits = (np.random.default_rng(4).standard_normal((len(kinds), V)) * 2).astype(np.float32)
+    expected = choose_all(requests, logits, 20)
+    carry, features, rows = state(requests)
+    features = dataclasses.replace(features, top_k=features.top_k.at[1].set(1))  # a former owner's
+    for step in range(20):
+        carry, output = cut_only(carry, features, jnp.asarray(logits), rows)
+        np.testing.assert_array_equal(np.asarray(output.tokens), expected[step])
+    assert carry.num_computed.tolist() == [request.num_tokens + 19 for request in requests]
+    np.testing.assert_array_equal(carry.last_tokens, expected[-1])
+
+
+def test_implementations_are_named():
+    carry, _, rows = state([make_request(SamplingParams())])
+    with pytest.raises(NotImplementedError, match="no implementation 'fast'"):
+        sample_plain(carry, jnp.zeros((1, V)), rows, implementation="fast")
+    with pytest.raises(ValueError, match="float32"):
+        sample_plain(carry, jnp.zeros((1, V), jnp.bfloat16), rows)
 
 
 def test_temperatures_approach_greedy():
