@@ -6,30 +6,35 @@ call, the rate at which the weight was read, its share of the reading roof measu
 error, and XLA's time. With --tune, some 10 sets of parameters are tried a product, and those that beat XLA written to
 FILE in the form of `kernels/linear/tuned/`.
 
-Timing: the difference between long and short runs of programs that are dispatched ahead, median of 5. A program
-is a chain of calls, each of which adds to the result of the one before, over as many weights as exceed the L2 cache.
+Timing: the difference between one run and four of a program that loops on the device, since the host is too slow to
+launch such kernels one by one; median of 3. The loop's body is a chain of calls, each of which adds to the result of
+one before, over as many weights as exceed the L2 cache.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
+import time
 from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_kernels import reading_roof, seconds_per_call
+from bench_kernels import reading_roof
 
 from jaxinfer.kernels.linear import arg_specs, mosaic_gpu, reference
 from jaxinfer.kernels.linear.arg_specs import Spec
-from jaxinfer.kernels.linear.tuning import ATOM, SPLITS, Params, Product, default_params, tuned_params
+from jaxinfer.kernels.linear.tuning import SPLITS, Params, Product, default_params, tuned_params
 
-COLD_BYTES = 160e6
-CALLS = 24
+type Multiply = Callable[..., jax.Array]
+
+COLD_BYTES = 130e6
+LOOP_SECONDS = 5e-3
 MAX_ERROR = 6e-3
 
 
@@ -51,89 +56,91 @@ def by_xla(x: jax.Array, weight: jax.Array, *, activation: str | None, **options
     return reference.linear(x, weight[:, 0] if activation is None else weight, activation=activation, **options)
 
 
-def by_kernel(params: Params) -> Callable[..., jax.Array]:
+def by_kernel(params: Params) -> Multiply:
     return partial(mosaic_gpu.linear, params=params)
 
 
-def compile_chain(spec: Spec, multiply: Callable[..., jax.Array], copies: int) -> tuple[Callable, Callable]:
-    """A program of CALLS calls or more over `copies` weights, and one of a single call."""
-    multiply = jax.jit(multiply, static_argnames="activation")
-
-    def once(x, weight, options):
-        return multiply(x, weight, activation=spec.activation, **options)
-
-    def chain(inputs, residual):
-        for i in range(max(CALLS, copies)):
-            x, weight, options = inputs[i % copies]
-            residual = once(x, weight, options | {"residual": residual})
-        return residual
-
-    one = jax.eval_shape(lambda: flat_inputs(spec, 0))
-    return jax.jit(chain).lower([one] * copies, one[2]["residual"]).compile(), jax.jit(once).lower(*one).compile()
-
-
-def relative_error(spec: Spec, once: Callable, inputs: list) -> float:
-    worst = 0.0
-    for x, weight, options in inputs[:2]:
-        wide = {name: value.astype(jnp.float32) for name, value in options.items() if name != "norm_weight"}
-        if spec.has_norm:  # its roundings are part of the specification
-            x_exact = reference.rms_norm(x, options["norm_weight"], 1e-6).astype(jnp.float32)
-        else:
-            x_exact = x.astype(jnp.float32)
-        expected = np.asarray(by_xla(x_exact, weight.astype(jnp.float32), activation=spec.activation, **wide))
-        out = np.asarray(once(x, weight, options).astype(jnp.float32))
-        worst = max(worst, float(np.linalg.norm(out - expected) / np.linalg.norm(expected)))
-    return worst
-
-
 class Bench:
-    """Inputs of one product and what it takes."""
+    """One product: its inputs, its programs and what they take."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.copies = max(2, int(COLD_BYTES / spec.weight_bytes) + 1)
-        self.calls = max(CALLS, self.copies)
+        self.loops = max(2, int(LOOP_SECONDS / (self.copies * (spec.weight_bytes / 3.5e12 + 3e-6))))
 
-    def compile(self, multiply: Callable[..., jax.Array]) -> tuple[Callable, Callable]:
-        return compile_chain(self.spec, multiply, self.copies)
+    def compile(self, multiply: Multiply) -> Callable:
+        """A program that loops over all inputs, and gives the first one's result as well."""
+        multiply = jax.jit(multiply, static_argnames="activation")
+
+        def once(x: jax.Array, weight: jax.Array, options: dict, residual: jax.Array) -> jax.Array:
+            return multiply(x, weight, activation=self.spec.activation, **options | {"residual": residual})
+
+        def run(inputs: list, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+            def chain(_, residual):
+                for x, weight, options in inputs:
+                    x, residual = jax.lax.optimization_barrier((x, residual))  # nothing may leave the loop
+                    residual = once(x, weight, options, residual)
+                return residual
+
+            return jax.lax.fori_loop(0, self.loops, chain, residual), once(*inputs[0], residual)
+
+        one = jax.eval_shape(lambda: flat_inputs(self.spec, 0))
+        return jax.jit(run).lower([one] * self.copies, one[2]["residual"]).compile()
 
     def make_inputs(self) -> None:
         make = jax.jit(partial(flat_inputs, self.spec))
         self.inputs = [make(seed) for seed in range(self.copies)]
+        self.residual = self.inputs[0][2]["residual"]
 
-    def measure(self, programs: tuple[Callable, Callable]) -> tuple[float, float]:
+    def measure(self, program: Callable) -> tuple[float, float]:
         """(seconds a call, relative error)."""
-        chain, once = programs
-        error = relative_error(self.spec, once, self.inputs)
-        return seconds_per_call(chain, self.inputs, self.inputs[0][2]["residual"], repeats=3) / self.calls, error
+
+        def seconds(runs: int) -> float:
+            start = time.perf_counter()
+            for _ in range(runs):
+                result = program(self.inputs, self.residual)
+            jax.block_until_ready(result)
+            return time.perf_counter() - start
+
+        seconds(2)
+        per_run = float(np.median([(seconds(4) - seconds(1)) / 3 for _ in range(3)]))
+        return per_run / (self.copies * self.loops + 1), self.relative_error(program)
+
+    def relative_error(self, program: Callable) -> float:
+        x, weight, options = self.inputs[0]
+        wide = {name: value.astype(jnp.float32) for name, value in options.items() if name != "norm_weight"}
+        if self.spec.has_norm:  # its roundings are part of the specification
+            x = reference.rms_norm(x, options["norm_weight"], 1e-6)
+        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+        expected = np.asarray(by_xla(x, weight, activation=self.spec.activation, **wide))
+        out = np.asarray(program(self.inputs, self.residual)[1].astype(jnp.float32))
+        return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
 
 
-def candidates(product: Product) -> list[Params]:
-    """Parameters worth a try: 90 to 400 CTAs, a half or all of an SM's memory."""
-    found = []
-    for block_n, splits, block_k, room in itertools.product((64, 128, 192), SPLITS, (64, 128), (100, 200)):
-        num_ctas = product.columns // block_n * splits
-        if product.columns % block_n or product.size % (splits * block_k) or not 90 <= num_ctas <= 400:
-            continue
-        tiles = product.size // splits // block_k
+def candidates(product: Product, *, has_norm: bool) -> list[Params]:
+    """Parameters worth a try: clusters of 90 to 400 CTAs, or shares for 132, with half or all of an SM's memory."""
+    found: dict[Params, None] = {}
+    for block_n, block_k, room in itertools.product((64, 128), (64, 128), (104, 208)):
         stage = block_k * (product.segments * block_n + product.rows) * 2
-        stages = min(tiles, (room * 1024 - product.segments * product.rows * block_n * 4) // stage)
-        if stages < 2 or (block_k > ATOM and product.rows > 32):
-            continue
-        params = Params(block_n=block_n, splits=splits, block_k=block_k, num_stages=stages)
-        try:
-            params.check(product)
-        except NotImplementedError:
-            continue
-        if params not in found:
-            found.append(params)
-    return found
+        sums = product.segments * product.rows * block_n * 4
+        for splits, num_ctas in (*((s, 0) for s in SPLITS), (1, 132)):
+            norm = 2 * product.size // splits * has_norm
+            stages = (room * 1024 - sums - norm) // stage
+            if num_ctas == 0:
+                stages = min(stages, product.size // splits // block_k)
+            if stages < 2 or (not num_ctas and not 90 <= product.columns // block_n * splits <= 400):
+                continue
+            params = Params(block_n=block_n, splits=splits, block_k=block_k, num_stages=stages, num_ctas=num_ctas)
+            with contextlib.suppress(NotImplementedError):
+                params.check(product, has_norm=has_norm)
+                found[params] = None
+    return list(found)
 
 
 def tune(name: str, spec: Spec, pool: concurrent.futures.Executor) -> dict | None:
     """The fastest parameters if they beat XLA by 3%."""
     bench = Bench(spec)
-    tried = candidates(product_of(spec))
+    tried = candidates(product_of(spec), has_norm=spec.has_norm)
     programs = [pool.submit(bench.compile, multiply) for multiply in (by_xla, *map(by_kernel, tried))]
     bench.make_inputs()
     xla = bench.measure(programs[0].result())[0]
@@ -143,11 +150,10 @@ def tune(name: str, spec: Spec, pool: concurrent.futures.Executor) -> dict | Non
         if error < MAX_ERROR and seconds < best_seconds:
             best, best_seconds = params, seconds
     print(f"{name:24s} XLA {xla * 1e6:7.2f} us, best {best_seconds * 1e6:7.2f} {best}", flush=True)
-    return (
-        None
-        if best is None
-        else {"block_n": best.block_n, "splits": best.splits, "block_k": best.block_k} | {"num_stages": best.num_stages}
-    )
+    if best is None:
+        return None
+    fields = ("block_n", "block_k", "num_stages", "num_ctas" if best.num_ctas else "splits")
+    return {field: getattr(best, field) for field in fields}
 
 
 def main() -> None:

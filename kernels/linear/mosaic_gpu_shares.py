@@ -65,11 +65,12 @@ def _kernel(
     norm_ref, bias_ref, residual_ref = fusions.split(optional)
     num_rows, size = x_ref.shape
     _, segments, columns = w_ref.shape
-    block_n, block_k, stages = params.block_n, params.block_k, params.num_stages
+    block_n, block_k = params.block_n, params.block_k
     atoms = block_k // ATOM
     depth = size // block_k  # tiles a block
     total = columns // block_n * depth
     share = pl.cdiv(total, params.num_ctas)
+    stages = min(params.num_stages, share)
     cta = lax.axis_index("cta")
     start = cta * share
     end = jnp.minimum(start + share, total)

@@ -20,15 +20,18 @@ H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 
 
 @contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """Run kernels in the GPU interpreter; fail if it saw a race."""
+def interpreted(*, detect_races: bool) -> Iterator[None]:
+    """Run kernels in the GPU interpreter; fail if it saw a race.
+
+    It skips the counters by which CTAs hand over partial sums (inline_mgpu); CTAs run one after the other, and owners
+    wait for lower numbers only, so results stay right, but a hand-over looks like a race.
+    """
     mesh = AbstractMesh((), (), abstract_device=H200)
-    with (
-        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
-        jax.sharding.use_abstract_mesh(mesh),
-    ):
+    settings = plgpu.InterpretGPUParams(detect_races=detect_races, inline_mgpu="ignore")
+    with plgpu.force_gpu_interpret_mode(settings), jax.sharding.use_abstract_mesh(mesh):
         yield
-    assert not interpreter.get_races().races_found
+    if detect_races:
+        assert not interpreter.get_races().races_found
 
 
 def run(spec: Spec, x: jax.Array, weight: jax.Array, options: dict, params: Params) -> np.ndarray:
@@ -37,7 +40,7 @@ def run(spec: Spec, x: jax.Array, weight: jax.Array, options: dict, params: Para
         options = options | {"bias": options["bias"].reshape(segments, -1)}
     weight = weight.reshape(weight.shape[0], segments, -1)
     multiply = partial(mosaic_gpu.linear, activation=spec.activation, params=params)
-    with interpreted():
+    with interpreted(detect_races=params.num_ctas <= 1):
         out = jax.block_until_ready(jax.jit(multiply)(x, weight, **options))
     return np.asarray(out.astype(jnp.float32))
 
@@ -55,6 +58,12 @@ CASES = {
         Spec(32, (256,), (2, 64), has_norm=True, has_bias=True, activation="silu", dtype="float16"),
         params(splits=2, block_k=128),
     ),
+    "shares, one CTA": (Spec(16, (128,), (192,), has_norm=True), params(num_ctas=1)),
+    "shares, a block over CTAs": (Spec(16, (320,), (128,), has_bias=True, has_residual=True), params(num_ctas=7)),
+    "shares, gated": (
+        Spec(32, (256,), (2, 192), has_norm=True, has_bias=True, activation="silu"),
+        params(num_ctas=4, block_k=128),
+    ),
     "8 splits, bias": (Spec(48, (512,), (128,), has_bias=True), params(splits=8, block_n=128)),
 }
 
@@ -63,9 +72,12 @@ CASES = {
 def test_matches_the_reference(name: str) -> None:
     spec, tuning = CASES[name]
     x, weight, options = arg_specs.make_inputs(spec, seed=0)
-    expected = np.asarray(linear(x, weight, activation=spec.activation, **options).astype(jnp.float32))
+    # The reference in float32: in bf16 it rounds between bias, activation and sum, the kernel only at the end.
+    wide_x, wide_weight, wide_options = jax.tree.map(lambda a: a.astype(jnp.float32), (x, weight, options))
+    expected = np.asarray(linear(wide_x, wide_weight, activation=spec.activation, **wide_options))
     out = run(spec, x, weight, options, tuning)
-    assert np.linalg.norm(out - expected) < 4e-3 * np.linalg.norm(expected)
+    error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
+    assert error < 4e-3  # the norm's output and the result are rounded to 8 bits each
 
 
 def test_rows_do_not_depend_on_others() -> None:
