@@ -171,7 +171,8 @@ class Engine:
             if chunk.request in self._live:
                 self._live[chunk.request][0].add_prompt_logprobs(chunk)
         commit = self._scheduler.commit(step.plan, result)
-        self._counts.generation_tokens += deliver(commit, result.logprobs, self._live, self._close)
+        turn = self._counts.num_steps
+        self._counts.generation_tokens += deliver(commit, result.logprobs, self._live, self._close, turn)
 
     def _end(self, state: RequestState, reason: FinishReason) -> None:
         """Ends what is left of a request."""

@@ -25,11 +25,17 @@ from jaxinfer.metrics.timeline import record_token_each
 from jaxinfer.scheduler import Commit, check_token_stop
 from jaxinfer.tokenizer import IncrementalDetokenizer, Tokenizer
 
+TEXT_TURNS = 16
+"""Steps in which each text that grows in arrears grows once: often enough that the last step has little to do."""
+
 type DecodeToken = Callable[[int], str | None]
 
 
 class Answer:
     """One answer as it grows.
+
+    Its text grows with every token where that decides something: a stop string may end it, or somebody reads it as it
+    comes. Otherwise it grows in arrears, a few tokens at once.
 
     Args:
       request: the scheduler's side.
@@ -48,26 +54,39 @@ class Answer:
         self._stops = StopStrings(tuple(params.stop or ()), include=params.include_stop_str_in_output)
         self._logprobs: list[dict[int, Logprob]] = []
         self._cumulative = 0.0
-        request.is_watched |= self._detokenizer is not None or params.logprobs is not None
+        self._num_in_text = 0  # output tokens that the text has taken
+        request.is_watched |= bool(params.stop) or params.logprobs is not None
 
     def check_stop(self) -> FinishReason | None:
-        """Takes the request's newest token: extends the text, and says whether the answer ends. Without a text, tokens
-        that cannot end it need not be shown here.
+        """Whether the answer ends with the request's newest token: end ids first, then stop strings, then length.
 
-        End ids first, then stop strings, then length. The text of an ending id is left out unless asked for.
+        To be called for every token of a watched request; of others, at least for those that may end them.
         """
         request, params = self.request, self.request.params
         reason = check_token_stop(request)
-        if self._detokenizer is None:
+        if self._detokenizer is None or not request.is_watched:
             return reason
         if reason is FinishReason.STOP and not params.include_stop_str_in_output:
             return reason
-        new = self._detokenizer.push(request.token_ids[-1])
-        may_match = request.num_output_tokens > params.min_tokens
-        if self._stops.push(new, may_match=may_match) and reason is not FinishReason.STOP:
+        if self.extend_text() and reason is not FinishReason.STOP:
             request.stop_reason = self._stops.matched
             return FinishReason.STOP
         return reason
+
+    def extend_text(self) -> bool:
+        """The text takes the tokens it has not taken yet; True when a stop string is complete."""
+        if self._detokenizer is None:
+            return False
+        new = self._detokenize(self.request.num_output_tokens)
+        return self._stops.push(new, may_match=self._num_in_text > self.request.params.min_tokens)
+
+    def _detokenize(self, num_tokens: int) -> str:
+        """The text of the output tokens up to that number which it has not taken yet."""
+        assert self._detokenizer is not None
+        first = self.request.num_prompt_tokens
+        tokens = self.request.token_ids[first + self._num_in_text : first + num_tokens]
+        self._num_in_text += len(tokens)
+        return "".join(map(self._detokenizer.push, tokens))
 
     def add_logprobs(self, tokens: Sequence[int], row: tuple[float, int, Any, Any], decode: DecodeToken) -> None:
         """Keeps a committed row's log-probabilities, where they were asked for."""
@@ -79,9 +98,13 @@ class Answer:
             self._cumulative += row[0]
 
     def finish(self, now: float) -> None:
-        """Closes the text and the timeline."""
+        """Closes the text and the timeline. The text of an ending id is left out unless asked for."""
         if self._detokenizer is not None and self._stops.matched is None:
-            self._stops.push(self._detokenizer.flush(), may_match=False)
+            request = self.request
+            ends_with_id = request.finish_reason is FinishReason.STOP
+            is_left_out = ends_with_id and not request.params.include_stop_str_in_output
+            rest = self._detokenize(request.num_output_tokens - is_left_out)
+            self._stops.push(rest + self._detokenizer.flush(), may_match=False)
         self._stops.release()
         self.timeline.finished = now
         self.timeline.num_preemptions = self.request.epoch
@@ -188,6 +211,7 @@ def deliver(
     logprobs: Sequence[Any] | None,
     live: Mapping[Request, tuple[RequestState, Answer]],
     close: Callable[[Answer], None],
+    turn: int = 0,
 ) -> int:
     """Hands a step's tokens to the answers they belong to; the number of tokens.
 
@@ -196,9 +220,12 @@ def deliver(
       logprobs: a row of the plan each, as in `StepResult`.
       live: every request that has not ended.
       close: called with each answer that ends, before its last output is made.
+      turn: steps so far; says which of the texts that grow in arrears grow now.
     """
     now = time.perf_counter()
     record_token_each((live[request][1].timeline for request in commit.quiet), now)
+    for request in commit.quiet[turn % TEXT_TURNS :: TEXT_TURNS]:
+        live[request][1].extend_text()
     num_tokens = len(commit.quiet)
     changed: dict[RequestState, None] = {}
     for emission in commit.emissions:
