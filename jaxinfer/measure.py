@@ -24,7 +24,7 @@ from jaxinfer.engine import Engine
 from jaxinfer.engine.state import RequestState
 from jaxinfer.llm import LLM
 from jaxinfer.metrics.floor import Floor, Limits, find_floor
-from jaxinfer.metrics.roofline import ModelShape, Roof, find_roof
+from jaxinfer.metrics.roofline import ModelShape, Precision, Roof, find_roof
 from jaxinfer.metrics.shapes import SHAPES, hf_config
 from jaxinfer.metrics.summary import RequestRecord
 from jaxinfer.metrics.workload import Job, check_jobs, draw_warm_up
@@ -212,8 +212,9 @@ def floor_of(subject: Subject, jobs: Sequence[Job], records: Sequence[RequestRec
     """The same jobs on an ideal engine, with the prefix hits that the real one had."""
     pairs = zip(jobs, records, strict=True)
     same = [dataclasses.replace(job, num_cached_tokens=record.num_cached_tokens) for job, record in pairs]
-    itemsize = jnp.dtype(subject.llm.config.dtype).itemsize
-    return find_floor(same, subject.shape, roof, subject.limits, itemsize=itemsize)
+    config = subject.llm.config
+    precision = Precision(jnp.dtype(config.dtype).itemsize, jnp.dtype(config.cache_dtype).itemsize)
+    return find_floor(same, subject.shape, roof, subject.limits, precision)
 
 
 def roof_here() -> Roof | None:
@@ -267,6 +268,7 @@ def describe(subject: Subject) -> dict[str, Any]:
         "engine": {
             "load_format": config.load_format,
             "kernels": stats["kernels"],
+            "kv_cache_dtype": config.cache_dtype,
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxinfer.metrics.roofline import ModelShape, Roof, StepCost, StepWork, cost_of
+from jaxinfer.metrics.roofline import ModelShape, Precision, Roof, StepCost, StepWork, cost_of
 from jaxinfer.metrics.summary import RequestRecord
 from jaxinfer.metrics.workload import Job
 
@@ -44,7 +44,7 @@ class Floor:
         }
 
 
-def find_floor(jobs: Sequence[Job], shape: ModelShape, roof: Roof, limits: Limits, *, itemsize: int) -> Floor:
+def find_floor(jobs: Sequence[Job], shape: ModelShape, roof: Roof, limits: Limits, precision: Precision) -> Floor:
     """Runs the jobs on the ideal engine.
 
     Args:
@@ -52,16 +52,18 @@ def find_floor(jobs: Sequence[Job], shape: ModelShape, roof: Roof, limits: Limit
       shape: of the model.
       roof: of the device.
       limits: of the engine.
-      itemsize: bytes of a weight and of a value in the cache.
+      precision: of weights and cache.
     """
-    return _Ideal(jobs, shape, roof, limits, itemsize).run()
+    return _Ideal(jobs, shape, roof, limits, precision).run()
 
 
 class _Ideal:
     """The engine: jobs wait, are filled (their prompt is computed in chunks), then run (a token a step)."""
 
-    def __init__(self, jobs: Sequence[Job], shape: ModelShape, roof: Roof, limits: Limits, itemsize: int) -> None:
-        self._jobs, self._shape, self._roof, self._limits, self._itemsize = jobs, shape, roof, limits, itemsize
+    def __init__(
+        self, jobs: Sequence[Job], shape: ModelShape, roof: Roof, limits: Limits, precision: Precision
+    ) -> None:
+        self._jobs, self._shape, self._roof, self._limits, self._precision = jobs, shape, roof, limits, precision
         self._floor = Floor([RequestRecord(job.arrival, job.prompt_len, job.num_cached_tokens) for job in jobs])
         self._waiting = deque(sorted(range(len(jobs)), key=lambda index: jobs[index].arrival))
         self._filling: dict[int, int] = {}  # job -> tokens computed
@@ -118,7 +120,7 @@ class _Ideal:
                 waiting.popleft()
 
     def _take_time(self, work: StepWork) -> None:
-        cost, floor = cost_of(work, self._shape, self._itemsize), self._floor
+        cost, floor = cost_of(work, self._shape, self._precision), self._floor
         seconds = cost.seconds(self._roof)
         floor.cost.add(cost)
         floor.num_steps += 1

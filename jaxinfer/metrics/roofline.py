@@ -178,22 +178,24 @@ class StepCost:
         }
 
 
-def cost_of(work: StepWork, shape: ModelShape, itemsize: int) -> StepCost:
-    """Bytes and operations of one step.
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Bytes of a weight, and of a value in the KV cache."""
 
-    Args:
-      work: of the step.
-      shape: of the model.
-      itemsize: bytes of a weight and of a value in the cache.
-    """
+    weights: int = 2
+    kv: int = 2
+
+
+def cost_of(work: StepWork, shape: ModelShape, precision: Precision) -> StepCost:
+    """Bytes and operations of one step."""
     if not work.num_tokens:
         return StepCost()
     head = shape.head_parameters if work.num_sampled else 0
     attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * work.num_pairs
     products = work.num_tokens * shape.parameters_per_token + work.num_sampled * shape.head_parameters
     return StepCost(
-        weight_bytes=(shape.parameters_read(work.num_tokens) + head) * itemsize,
-        kv_bytes=(work.kv_tokens_read + work.num_tokens) * shape.kv_bytes_per_token(itemsize),
+        weight_bytes=(shape.parameters_read(work.num_tokens) + head) * precision.weights,
+        kv_bytes=(work.kv_tokens_read + work.num_tokens) * shape.kv_bytes_per_token(precision.kv),
         logits_bytes=2 * work.num_sampled * shape.vocab_size * LOGITS_ITEMSIZE,
         operations=2 * products + attention,
     )

@@ -35,7 +35,8 @@ def header(report: dict[str, Any]) -> list[str]:
     workload = ", ".join(f"{name} {value}" for name, value in report["workload"].items() if name != "name")
     return [
         f"{report['command']}: {report['workload']['name']} ({workload})",
-        f"model {model['name']} ({model['architecture']}, {model['num_parameters'] / 1e9:.3g}B, {model['dtype']}), "
+        f"model {model['name']} ({model['architecture']}, {model['num_parameters'] / 1e9:.3g}B, {model['dtype']}, "
+        f"KV cache {engine['kv_cache_dtype']}), "
         f"kernels {engine['kernels']}, depth {engine['depth']}, max_num_seqs {engine['max_num_seqs']}, "
         f"budget {engine['max_num_batched_tokens']}, {engine['num_blocks']} blocks of {engine['block_size']}",
         f"jaxinfer {versions['jaxinfer']}, jax {versions['jax']}, python {versions['python']}, {versions['platform']}, "

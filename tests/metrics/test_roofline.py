@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.metrics.floor import Limits, find_floor
-from jaxinfer.metrics.roofline import ModelShape, Roof, StepWork, cost_of, find_roof
+from jaxinfer.metrics.roofline import ModelShape, Precision, Roof, StepWork, cost_of, find_roof
 from jaxinfer.metrics.shapes import SHAPES, hf_config
 from jaxinfer.metrics.workload import Job, draw_nano
 
@@ -25,10 +25,10 @@ H200 = Roof(4.4e12, 790e12, "measured")
 BASELINE_LIMITS = Limits(max_num_seqs=256, max_num_batched_tokens=4096)
 
 
-def decode_cost(shape: ModelShape, rows: int, context: int):
+def decode_cost(shape: ModelShape, rows: int, context: int, precision: Precision = Precision()):  # noqa: B008
     work = StepWork()
     work.add_decode(rows, rows * context)
-    return cost_of(work, shape, 2)
+    return cost_of(work, shape, precision)
 
 
 def test_kv_bytes_a_token():
@@ -71,7 +71,7 @@ def test_decode_steps_of_the_baselines(name, rows, context, milliseconds):
 )
 def test_nano_bench(name, seconds, weight_tb, kv_tb):
     """The baselines compute all prompts first; the ideal engine in chunks beside running rows: a few percent less."""
-    floor = find_floor(draw_nano(151_936), SHAPES[name], H200, BASELINE_LIMITS, itemsize=2)
+    floor = find_floor(draw_nano(151_936), SHAPES[name], H200, BASELINE_LIMITS, Precision())
     assert floor.seconds == pytest.approx(seconds, rel=0.02)
     assert floor.cost.kv_bytes == pytest.approx(kv_tb * 1e12, rel=0.01)
     assert floor.cost.weight_bytes == pytest.approx(weight_tb * 1e12, rel=0.06)  # 36 steps more than 1,023
@@ -82,7 +82,11 @@ def test_which_side_binds():
     """Decoding is far below the ridge, a long prompt above it."""
     prefill = StepWork()
     prefill.add_chunk(0, 4096, samples=True)
-    assert decode_cost(SHAPES["8b"], 32, 1024).intensity < H200.ridge < cost_of(prefill, SHAPES["8b"], 2).intensity
+    assert (
+        decode_cost(SHAPES["8b"], 32, 1024).intensity
+        < H200.ridge
+        < cost_of(prefill, SHAPES["8b"], Precision()).intensity
+    )
 
 
 def test_pairs_of_chunks_add_up():
@@ -100,10 +104,16 @@ def test_a_step_without_samples_needs_no_head():
     silent.add_chunk(0, 8, samples=False)
     sampling.add_chunk(0, 8, samples=True)
     shape = SHAPES["0.6b"]
-    less, more = cost_of(silent, shape, 2), cost_of(sampling, shape, 2)
+    less, more = cost_of(silent, shape, Precision()), cost_of(sampling, shape, Precision())
     assert more.weight_bytes - less.weight_bytes == 2 * shape.head_parameters
     assert more.operations - less.operations == 2 * shape.head_parameters
     assert less.logits_bytes == 0
+
+
+def test_an_eight_bit_cache_halves_its_bytes_only():
+    wide, narrow = decode_cost(SHAPES["8b"], 4, 100), decode_cost(SHAPES["8b"], 4, 100, Precision(2, 1))
+    assert narrow.kv_bytes * 2 == wide.kv_bytes
+    assert (narrow.weight_bytes, narrow.operations) == (wide.weight_bytes, wide.operations)
 
 
 def test_experts_hit():
@@ -115,8 +125,8 @@ def test_experts_hit():
 
 
 def test_a_step_over_nothing_costs_nothing():
-    assert cost_of(StepWork(), SHAPES["8b"], 2).seconds(H200) == 0
-    assert cost_of(StepWork(), SHAPES["8b"], 2).intensity == 0
+    assert cost_of(StepWork(), SHAPES["8b"], Precision()).seconds(H200) == 0
+    assert cost_of(StepWork(), SHAPES["8b"], Precision()).intensity == 0
 
 
 def test_shapes_of_models_and_of_unknown_devices():
@@ -156,7 +166,7 @@ JOBS = st.lists(
 def test_every_job_gets_its_tokens_no_sooner_than_bytes_and_operations_allow(jobs, rows, budget):
     roof = Roof(1e9, 1e10, "data sheet")
     limits = Limits(max_num_seqs=rows, max_num_batched_tokens=budget)
-    floor = find_floor(jobs, SMALL, roof, limits, itemsize=4)
+    floor = find_floor(jobs, SMALL, roof, limits, Precision(4, 4))
     for job, record in zip(jobs, floor.records, strict=True):
         assert [count for _, count in record.events] == list(range(1, job.output_len + 1))
         assert record.ttft > 0
@@ -176,12 +186,12 @@ def test_rows_and_arrivals_hold_jobs_back():
     """One row at a time, and nobody before its time."""
     jobs = [Job([0] * 4, 3), Job([0] * 4, 3), Job([0] * 4, 3, arrival=50.0)]
     limits = Limits(max_num_seqs=1, max_num_batched_tokens=8)
-    first, second, third = find_floor(jobs, SMALL, H200, limits, itemsize=2).records
+    first, second, third = find_floor(jobs, SMALL, H200, limits, Precision()).records
     assert second.events[0][0] > first.events[-1][0]
     assert third.events[0][0] > 50.0
     assert third.ttft == pytest.approx(first.ttft)
 
 
 def test_no_jobs():
-    floor = find_floor([], SMALL, H200, BASELINE_LIMITS, itemsize=2)
+    floor = find_floor([], SMALL, H200, BASELINE_LIMITS, Precision())
     assert (floor.records, floor.num_steps, floor.seconds) == ([], 0, 0.0)

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from jaxinfer.metrics.floor import Limits, find_floor
-from jaxinfer.metrics.roofline import Roof
+from jaxinfer.metrics.roofline import Precision, Roof
 from jaxinfer.metrics.shapes import SHAPES
 from jaxinfer.metrics.workload import (
     MAX_TOKEN_ID,
@@ -73,7 +73,7 @@ def test_warm_up_runs_every_smaller_batch_with_other_prompts():
     assert sorted(job.prompt_len for job in warm) == sorted(job.prompt_len for job in jobs)
     assert not {tuple(job.prompt_token_ids[:16]) for job in warm} & {tuple(job.prompt_token_ids[:16]) for job in jobs}
     roof, limits = Roof(1.0, 1.0, "data sheet"), Limits(max_num_seqs=256, max_num_batched_tokens=4096)
-    records = find_floor(warm, SHAPES["0.6b"], roof, limits, itemsize=2).records
+    records = find_floor(warm, SHAPES["0.6b"], roof, limits, Precision()).records
     rows = Counter(Counter(moment for record in records for moment, _ in record.events).values())
     assert all(rows[1 << power] >= 2 for power in range(9)), rows
 
