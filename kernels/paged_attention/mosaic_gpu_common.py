@@ -30,20 +30,30 @@ def swizzled_smem(shape: tuple[int, ...], dtype: Any, *, like: int | None = None
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
+def _copy_width(columns: int, itemsize: int) -> int:
+    """Columns that a quarter or half of a warp, with 8 elements a thread, copies of a row."""
+    width = plgpu.find_swizzle(columns * itemsize * 8) // itemsize
+    return 128 if width == 64 and columns % 128 == 0 else width
+
+
+def copy_rows(columns: int, itemsize: int) -> int:
+    """Rows, at least 16, that a warpgroup with `copy_layout` copies in few registers."""
+    return max(16, 1024 // _copy_width(columns, itemsize))
+
+
 @functools.cache
 def copy_layout(columns: int, itemsize: int, *, rows: int = 64) -> Any:
     """Registers of [rows i, columns] on their way into `swizzled_smem` of elements of this many bytes.
 
-    With 64 rows a thread holds 8 neighbours of a row, 8 threads a row of a swizzle tile: neither reading rows that lie
-    one after the other nor writing swizzled ones has two threads at a bank. With 8 rows as many as there are.
+    A thread holds 8 neighbours of a row and 8 threads a row of a swizzle tile: neither reading rows that lie one after
+    the other nor writing swizzled ones has two threads at a bank. With fewer rows than that takes (see `copy_rows`) a
+    thread holds as many as there are.
     """
-    width = plgpu.find_swizzle(columns * itemsize * 8) // itemsize
-    if width == 64 and columns % 128 == 0:
-        width = 128
+    width = _copy_width(columns, itemsize)
     vector = min(8, rows * width // 128)
-    rows = 32 * vector // width  # of a warp
+    warp_rows = 32 * vector // width
     layout = fragments.TiledLayout(
-        fragments.Tiling(((4 * rows, width), (rows, width), (vector,))),
+        fragments.Tiling(((4 * warp_rows, width), (warp_rows, width), (vector,))),
         warp_dims=(-5,),
         lane_dims=(-3, -2),
         vector_dim=-1,

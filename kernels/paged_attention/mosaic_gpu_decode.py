@@ -87,6 +87,10 @@ def decode_attention(
         num_threads=2,
         thread_name="wg",
         kernel_name="paged_decode",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,  # the kernel's docstring says why that is safe
+        ),
     )
     return kernel(*operands)[0]

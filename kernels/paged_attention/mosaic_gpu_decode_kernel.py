@@ -19,6 +19,10 @@ a second, swizzled tile, V while the first product runs and the next K while the
 those of f16: wgmma takes fp8 operands only along K, which V' is not, and would want q and the probabilities rounded to
 fp8 as well. Queries take the same way; those beyond the range of f16 are cut off.
 
+No barrier surrounds a store to shared memory: `commit_smem`, of which each tile has one after its P, keeps the four
+warps together. What a warp writes before it (a widened tile, P, O) the products read after it, and every product is
+awaited by each warp before its next one, so that when the tile or P is written again, all warps are done with it.
+
 The bound is device memory: 2 * tokens * kv_heads * head_dim * itemsize bytes over the reading rate.
 """
 
@@ -37,12 +41,13 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu_common import (
     NEG_INF,
     TILE_ROWS,
     copy_layout,
+    copy_rows,
     swizzled_smem,
     zero_rows_outside,
 )
 from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_plan import DecodeParams, walk
 
-MERGE_UNROLL = 4  # partial results in flight while merging
+MERGE_UNROLL = 4  # partial results in flight while merging; 2 where registers are few
 F16_MAX = 65504.0
 
 
@@ -99,6 +104,8 @@ def decode_kernel(
     block_kv, stages = params.block_kv, params.num_stages
     is_quantised = k_ref.dtype != q_ref.dtype
     dtype = jnp.float16 if is_quantised else k_ref.dtype  # of the products' operands
+    keys_in_registers = is_quantised and params.keys_in_registers and block_kv == 64 and head_dim % 32 == 0
+    merge_unroll = MERGE_UNROLL // 2 if keys_in_registers else MERGE_UNROLL
     padded_group = part_out_ref.shape[-1]
     # TMA cannot swizzle groups that straddle the tiles of a swizzle, nor convert.
     is_staged = is_quantised or (group % TILE_ROWS != 0 and TILE_ROWS % group != 0)
@@ -112,10 +119,13 @@ def decode_kernel(
         pl.run_scoped,
         q_smem=[swizzled_smem((1 if is_staged else 2, padded_group, head_dim), dtype)]
         + [plgpu.SMEM((2, padded_group, head_dim), q_ref.dtype)] * is_staged,
-        kv_smem=[plgpu.SMEM((stages, *tile_shape), k_ref.dtype)] * 2
-        if is_quantised
-        else [swizzled_smem((stages, *tile_shape), k_ref.dtype)] * 2,
-        whole_smem=[swizzled_smem(tile_shape, dtype)] * 2 if is_quantised else [],
+        kv_smem=[
+            swizzled_smem((stages, *tile_shape), k_ref.dtype)
+            if not is_quantised or (is_key and keys_in_registers)
+            else plgpu.SMEM((stages, *tile_shape), k_ref.dtype)
+            for is_key in (True, False)
+        ],
+        whole_smem=[swizzled_smem(tile_shape, dtype)] * (is_quantised + (is_quantised and not keys_in_registers)),
         p_smem=swizzled_smem((padded_group, block_kv), dtype, like=head_dim),
         o_smem=plgpu.SMEM((padded_group, head_dim), out_ref.dtype),
         q_ready=plgpu.Barrier(num_barriers=2),
@@ -201,17 +211,22 @@ def decode_kernel(
             def widen(tiles, slot, whole, ready, free):
                 """An fp8 tile as f16 where wgmma reads it; the tile is free then."""
                 plgpu.barrier_wait(ready.at[slot])
-                values = plgpu.load(tiles.at[slot], layout=copy_layout(head_dim, whole.dtype.itemsize))
-                whole[...] = values.astype(whole.dtype)
+                itemsize = jnp.dtype(dtype).itemsize
+                rows, layout = copy_rows(head_dim, itemsize), copy_layout(head_dim, itemsize)
+                for row in range(0, block_kv, rows):  # little at a time, for the registers' sake
+                    values = plgpu.load(tiles.at[slot, pl.ds(row, rows)], layout=layout)
+                    whole[pl.ds(row, rows)] = values.astype(whole.dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(free.at[slot])
 
             def widen_keys(step):
-                widen(k_smem, lax.rem(step, stages), whole_smem[0], k_ready, k_free)
+                if is_quantised and not keys_in_registers:
+                    widen(k_smem, lax.rem(step, stages), whole_smem[-1], k_ready, k_free)
 
             def stage_queries(slot):
                 """Queries as the products' operand, where TMA could not make them that."""
-                rows = plgpu.load(q_smem[1].at[slot], layout=copy_layout(head_dim, jnp.dtype(dtype).itemsize, rows=8))
+                layout = copy_layout(head_dim, jnp.dtype(dtype).itemsize, rows=8)
+                rows = plgpu.load(q_smem[1].at[slot], layout=layout)
                 if is_quantised:  # f16 overflows where bf16 does not
                     rows = jnp.minimum(jnp.maximum(rows.astype(jnp.float32), -F16_MAX), F16_MAX)
                 q_smem[0][0] = rows.astype(dtype)
@@ -223,10 +238,14 @@ def decode_kernel(
                 base = (piece.tile + i) * block_kv
                 high = piece.seq_len - base
                 low = 0 if window is None else high - window
-                k_tile, v_tile = whole_smem if is_quantised else (k_smem.at[slot], v_smem.at[slot])
+                k_tile, v_tile = (whole_smem[-1], whole_smem[0]) if is_quantised else (k_smem.at[slot], v_smem.at[slot])
 
-                if not is_quantised:
+                if not is_quantised or keys_in_registers:
                     plgpu.barrier_wait(k_ready.at[slot])
+                if keys_in_registers:
+                    k_tile = plgpu.load(k_smem.at[slot], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+                    k_tile = plgpu.layout_cast(k_tile.astype(dtype), plgpu.Layout.WGMMA)
+                    plgpu.barrier_arrive(k_free.at[slot])
 
                 def scores(s_ref):
                     q = q_smem[0].at[0 if is_staged else lax.rem(piece.index, 2)]
@@ -291,11 +310,11 @@ def decode_kernel(
                 return [part_out_ref.at[cta, pl.ds(s, count)] for s, (_, count) in zip(starts, blocks, strict=True)]
 
             def merge_parts(i, carry, first, count):
-                """Fold MERGE_UNROLL partial results into the running one; their loads overlap."""
+                """Fold `merge_unroll` partial results into the running one; their loads overlap."""
                 acc, m, total = carry
                 parts = []
-                for j in range(MERGE_UNROLL):
-                    at = i * MERGE_UNROLL + j
+                for j in range(merge_unroll):
+                    at = i * merge_unroll + j
                     source = first + jnp.minimum(at, count - 1)
                     loaded = (
                         [plgpu.load(x, layout=plgpu.Layout.WGMMA, optimized=False) for x in part_rows(source)],
@@ -332,8 +351,7 @@ def decode_kernel(
                     full(NEG_INF, (padded_group,), head_layout),
                     full(0, scores_shape),
                 )
-                if is_quantised:
-                    widen_keys(piece.step)
+                widen_keys(piece.step)
                 attend = functools.partial(attend_tile, piece=piece)
                 acc, m, total = lax.fori_loop(0, piece.count, attend, init)
                 plgpu.barrier_arrive(q_free.at[q_slot])
@@ -357,7 +375,7 @@ def decode_kernel(
                         _await(arrivals_ref.at[pl.ds(cta, 1)], others)
 
                     merge = functools.partial(merge_parts, first=cta - others, count=others)
-                    steps = pl.cdiv(others, MERGE_UNROLL)
+                    steps = pl.cdiv(others, merge_unroll)
                     merged, merged_m, merged_total = lax.fori_loop(0, steps, merge, (acc, m, total))
                     if sinks_ref is not None:
                         sink = plgpu.load(sinks_ref.at[piece.head], layout=head_layout, optimized=False)

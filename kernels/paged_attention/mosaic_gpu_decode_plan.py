@@ -34,6 +34,7 @@ class DecodeParams:
     block_kv: tokens a tile, a multiple of 64. num_stages: K and V tiles in flight a CTA.
     ctas_per_sm: CTAs meant to share an SM. min_share: tiles a CTA gets at least, so that short contexts are
     not cut into crumbs. num_sms: SMs of the device.
+    keys_in_registers: fp8 keys go to the product without a second tile in shared memory, which the interpreter cannot.
     """
 
     block_kv: int = 64
@@ -41,6 +42,7 @@ class DecodeParams:
     ctas_per_sm: int = 2
     min_share: int = 1
     num_sms: int = 132
+    keys_in_registers: bool = True
 
     def __post_init__(self) -> None:
         if self.block_kv % 64 or self.block_kv <= 0:
