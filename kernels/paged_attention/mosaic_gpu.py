@@ -47,13 +47,20 @@ class Plan:
     prefill: PrefillPlan | None
 
 
-@functools.cache
-def tuned_params(head_dim: int, *, is_fp8: bool = False, device_kind: str = DEFAULT_DEVICE) -> Params:
+def tuned_params(head_dim: int, *, is_fp8: bool = False, device_kind: str | None = None) -> Params:
     """Tuned parameters from `tuned/`; those of an H200 for a device without a file, defaults where that has none.
 
     Args:
       is_fp8: the cache is fp8; without parameters of its own it has those of bf16.
+      device_kind: such as "NVIDIA H200"; by default that of the first GPU, or an H200 where there is none.
     """
+    if device_kind is None:
+        device_kind = jax.devices()[0].device_kind if jax.default_backend() == "gpu" else DEFAULT_DEVICE
+    return _tuned_params(head_dim, is_fp8, device_kind)
+
+
+@functools.cache
+def _tuned_params(head_dim: int, is_fp8: bool, device_kind: str) -> Params:
     folder = pathlib.Path(__file__).parent / "tuned"
     path = folder / f"{device_kind.lower().replace(' ', '_')}.json"
     if not path.exists():

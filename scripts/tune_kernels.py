@@ -1,0 +1,161 @@
+"""Find the kernels' parameters for the GPU at hand: `python scripts/tune_kernels.py [--seconds N] [--only WORDS ...]`.
+
+For every head_dim and cache, each set of parameters that fits into shared memory is checked against float32 attention
+and timed on one case of decode and one of prefill. The fastest go to `kernels/paged_attention/tuned/<device>.json`,
+from which the engine reads them; entries that the time did not suffice for stay as they were, and a device without a
+file has those of an H200. What is left of the time goes to `bench_linear.py --tune`, which does the same for the
+products of few rows.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import jax
+from bench_kernels import MAX_ERROR, attention_inputs, bench_attention
+
+from jaxinfer.kernels.paged_attention import arg_specs, mosaic_gpu
+from jaxinfer.kernels.paged_attention.arg_specs import Spec
+from jaxinfer.kernels.paged_attention.mosaic_gpu import DecodeParams, Params, PrefillParams
+
+KERNELS = pathlib.Path(__file__).resolve().parents[1] / "kernels"
+SMEM = 226 * 1024  # of an SM, less what the launches of its CTAs need
+FIELDS = {
+    "decode": ("block_kv", "num_stages", "ctas_per_sm", "num_sms"),
+    "prefill": ("block_kv", "num_stages", "q_buffers", "cluster"),
+}
+LINEAR_SECONDS = 60.0
+"""Least time worth starting `bench_linear.py` for."""
+
+
+def decode_smem(params: DecodeParams, head_dim: int, itemsize: int) -> int:
+    """Bytes of shared memory of a decode CTA with a group of at most 8, barriers apart."""
+    tile = params.block_kv * head_dim
+    widened = 2 * tile * 2 if itemsize == 1 else 0
+    return params.num_stages * 2 * tile * itemsize + widened + 8 * (4 * head_dim + params.block_kv) * 2 + 4096
+
+
+def decode_candidates(head_dim: int, itemsize: int, num_sms: int) -> Iterator[DecodeParams]:
+    for stages, ctas in itertools.product((2, 3, 4, 6), (1, 2)):
+        params = DecodeParams(num_stages=stages, ctas_per_sm=ctas, num_sms=num_sms)
+        if decode_smem(params, head_dim, itemsize) * ctas <= SMEM:
+            yield params
+
+
+def prefill_candidates(head_dim: int, num_sms: int) -> Iterator[PrefillParams]:
+    for block_kv, stages, buffers, cluster in itertools.product((64, 128), (2, 3, 4), (1, 2), (1, 2)):
+        queries = 2 * buffers * 64 * head_dim * 2
+        if queries + stages * 2 * block_kv * head_dim * 2 <= SMEM:
+            yield PrefillParams(
+                block_kv=block_kv, num_stages=stages, q_buffers=buffers, cluster=cluster, num_sms=num_sms
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One entry of the table: a kernel, a head_dim and a kind of cache."""
+
+    op: str
+    head_dim: int
+    is_fp8: bool
+
+    @property
+    def key(self) -> str:
+        return f"{self.head_dim} fp8" if self.is_fp8 else str(self.head_dim)
+
+    @property
+    def spec(self) -> Spec:
+        cache = arg_specs.FP8 if self.is_fp8 else {}
+        if self.op == "decode":
+            return arg_specs.decode(96, 1024, head_dim=self.head_dim, **cache)
+        return arg_specs.prefill(1, 4096, head_dim=self.head_dim, **cache)
+
+    def candidates(self, num_sms: int) -> list[Params]:
+        tuned = mosaic_gpu.tuned_params(self.head_dim, is_fp8=self.is_fp8)
+        if self.op == "decode":
+            found = decode_candidates(self.head_dim, self.spec.kv_dtype.itemsize, num_sms)
+            return [dataclasses.replace(tuned, decode=params) for params in found]
+        return [dataclasses.replace(tuned, prefill=params) for params in prefill_candidates(self.head_dim, num_sms)]
+
+
+def tune(task: Task, num_sms: int, deadline: float) -> dict | None:
+    """The fastest parameters of those that time suffices for; None if none was right."""
+    sets = attention_inputs(task.spec)
+    best, fastest = None, float("inf")
+    for params in task.candidates(num_sms):
+        if time.monotonic() > deadline:
+            break
+        chosen = getattr(params, task.op)
+        shown = {field: getattr(chosen, field) for field in FIELDS[task.op]}
+        try:
+            result = bench_attention(task.spec, params, sets, chain=8)
+        except Exception as problem:  # too much shared memory, too many registers, no such case
+            print(f"  {shown}: {str(problem).splitlines()[0][:60]}", flush=True)
+            continue
+        if result.error < MAX_ERROR and result.seconds < fastest:
+            best, fastest = shown, result.seconds
+    print(f"{task.op:8s} {task.key:8s} {fastest * 1e6:9,.1f} us  {best}", flush=True)
+    return best
+
+
+def write(path: pathlib.Path, table: dict[str, dict[str, dict]]) -> None:
+    """The table, an entry a line, by head_dim."""
+    lines = []
+    for key in sorted(table, key=lambda key: (int(key.split()[0]), key)):
+        ops = ",\n".join(f'    "{op}": {json.dumps(table[key][op])}' for op in sorted(table[key]))
+        lines.append(f'  "{key}": {{\n{ops}\n  }}')
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def tune_attention(path: pathlib.Path, words: list[str], num_sms: int, deadline: float) -> None:
+    table = json.loads(path.read_text()) if path.exists() else {}
+    dims = sorted(mosaic_gpu.HEAD_DIMS, key=lambda dim: dim not in (128, 64))  # the most used first
+    tasks = [Task(op, dim, fp8) for dim in dims for fp8 in (False, True) for op in FIELDS]
+    tasks = [task for task in tasks if not words or any(word in f"{task.op} {task.key}".split() for word in words)]
+    for number, task in enumerate(tasks):
+        now = time.monotonic()
+        if now > deadline:
+            print(f"no time left for {len(tasks) - number} of {len(tasks)} entries")
+            break
+        share = (deadline - now) / (len(tasks) - number)
+        best = tune(task, num_sms, now + share)
+        if best is not None:
+            table.setdefault(task.key, {})[task.op] = best
+            write(path, table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600, help="stop after about this long (default: %(default)s)")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="WORD", help="decode, prefill, a head_dim, fp8, linear"
+    )
+    options = parser.parse_args()
+    deadline = time.monotonic() + options.seconds
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        raise SystemExit("tune_kernels: needs a GPU")
+    name = f"{device.device_kind.lower().replace(' ', '_')}.json"
+    wants_linear = not options.only or "linear" in options.only
+    words = [word for word in options.only if word != "linear"]
+    if words or not options.only:
+        reserve = options.seconds / 4 if wants_linear else 0
+        tune_attention(KERNELS / "paged_attention" / "tuned" / name, words, device.core_count, deadline - reserve)
+    left = deadline - time.monotonic()
+    if wants_linear and left > LINEAR_SECONDS:
+        script = pathlib.Path(__file__).with_name("bench_linear.py")
+        command = [sys.executable, str(script), "--tune", str(KERNELS / "linear" / "tuned" / name)]
+        try:
+            subprocess.run(command, timeout=left, check=True)
+        except subprocess.TimeoutExpired:
+            print("no time left for linear")
+
+
+if __name__ == "__main__":
+    main()
