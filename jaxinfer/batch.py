@@ -100,6 +100,15 @@ class Batch:
 
 
 @pytree_dataclass
+class StepBuffers:
+    """What a step leaves for the sampler, in buffers that steps of these sizes write again and again. Donated."""
+
+    logits: jax.Array  # float32 [S, V]
+    rows: Rows
+    hidden: jax.Array  # [T, hidden]: the last layer's normalised output
+
+
+@pytree_dataclass
 class Rows:
     """What the sampler needs of a batch: its programs depend on S alone."""
 
@@ -198,6 +207,7 @@ class DeviceShapes(NamedTuple):
     max_blocks: int  # M
     max_len: int  # L
     vocab_size: int  # V
+    buffer_size: int = 0  # integers of the largest bucket's buffer
 
     @property
     def num_mask_words(self) -> int:
@@ -273,6 +283,7 @@ __all__ = [
     "LogprobOutput",
     "Rows",
     "SlotLayout",
+    "StepBuffers",
     "StepOutput",
     "features_from_columns",
 ]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from jaxinfer.batch import DeviceShapes
+from jaxinfer.batch import BatchLayout, DeviceShapes
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.buckets import BucketLadder
 from jaxinfer.engine.kv_pool import make_caches
@@ -83,7 +83,7 @@ def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: N
             compiling.result()
         if not keys or device.platform == "cpu":
             break
-        needed = programs.largest_temporaries(ladder.shapes[0])
+        needed = programs.largest_temporaries(ladder.shapes)
         if needed <= account.temporaries or asked.num_blocks is not None:
             account = dataclasses.replace(account, temporaries=needed)
             break
@@ -106,9 +106,10 @@ def _size(
     """The pool's size and the programs of that size; an unknown need for temporaries is estimated."""
     assert config.block_size is not None
     longest = config.max_model_len or model_config.max_position_embeddings
-    draft = _programs(config, model_config, model, 2, longest)
+    draft = _programs(config, model_config, model, ladder, 2, longest)
     if temporaries is None:
-        temporaries = estimate_temporaries(model_config, draft.shapes, ladder.shapes[0], config.dtype)
+        temporaries = draft.largest_temporaries(ladder.shapes)
+        temporaries += estimate_temporaries(model_config, ladder.shapes[0], config)
     account = size_pool(
         config,
         model_config,
@@ -123,7 +124,7 @@ def _size(
         model_config.max_position_embeddings,
         (account.num_blocks - 1) * config.block_size,
     )
-    return _programs(config, model_config, model, account.num_blocks, max_model_len), account
+    return _programs(config, model_config, model, ladder, account.num_blocks, max_model_len), account
 
 
 def _num_bytes(tree: Any) -> int:
@@ -216,7 +217,12 @@ def _ladder(config: EngineConfig) -> BucketLadder:
 
 
 def _programs(
-    config: EngineConfig, model_config: ModelConfig, model: DenseModel, num_blocks: int, max_model_len: int
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: DenseModel,
+    ladder: BucketLadder,
+    num_blocks: int,
+    max_model_len: int,
 ) -> Programs:
     assert config.max_num_seqs is not None
     assert config.block_size is not None
@@ -225,6 +231,7 @@ def _programs(
         max_blocks=-(-max_model_len // config.block_size),
         max_len=max_model_len,
         vocab_size=model_config.vocab_size,
+        buffer_size=max(BatchLayout(shape).size for shape in ladder.shapes),
     )
     return Programs(
         model,

@@ -218,7 +218,7 @@ class Engine:
         requests = list(self._scheduler.live_requests())
         shapes = self._reachable(requests)
         programs = self.runner.programs
-        kinds = {"step", "admit"}
+        kinds = {"stage", "step", "admit"}
         for request in requests:
             kinds |= {"full", "features"} if request.params.needs_full_sampler else {"plain"}
             kinds |= {"prompt"} if request.params.prompt_logprobs is not None else set()

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxinfer.batch import BatchShape, DeviceShapes
+from jaxinfer.batch import BatchShape
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.kv_pool import block_bytes
 
@@ -37,7 +37,7 @@ class MemoryAccount:
     total: int  # what the process may have: JAX's limit, which is its preallocated share
     others: int  # in use before the engine came
     weights: int
-    temporaries: int  # of the largest program, and the outputs of the steps in flight
+    temporaries: int  # of the largest program, and what steps leave for the sampler
     tables: int  # by request slot: block tables, carry, the sampler's features and history
     reserve: int  # what `memory_utilization` leaves alone
     block: int
@@ -66,19 +66,20 @@ class MemoryAccount:
         return "\n".join([*lines, f"{'total':<30}{self.total / 1e9:10.3f} GB  ({self.num_blocks} blocks)"])
 
 
-def estimate_temporaries(config: ModelConfig, shapes: DeviceShapes, largest: BatchShape, dtype: str) -> int:
-    """An upper bound of what the largest step and sampler need beside weights, pool and tables, in bytes.
+def estimate_temporaries(model: ModelConfig, largest: BatchShape, engine: EngineConfig) -> int:
+    """An upper bound of what the largest program needs beside its arguments and results, in bytes.
 
-    Two steps' outputs (logits, hidden states) may be alive at a time; a layer keeps a few activations of each width,
-    which XLA reuses for the next layer; the full sampler a few copies of the logits.
+    A layer keeps a few activations of each width, which XLA reuses for the next layer; the full sampler a few copies
+    of the logits; a copy of blocks all that it copies.
     """
-    itemsize = jnp.dtype(dtype).itemsize
-    attention = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    widths = 6 * config.hidden_size + 3 * attention + 3 * config.intermediate_size
+    assert engine.block_size is not None
+    itemsize = jnp.dtype(engine.dtype).itemsize
+    attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    widths = 6 * model.hidden_size + 3 * attention + 3 * model.intermediate_size
     step = largest.num_tokens * widths * itemsize
-    logits = largest.num_rows * shapes.vocab_size * 4
-    outputs = 2 * (logits + largest.num_tokens * config.hidden_size * itemsize)
-    return outputs + max(step, 6 * logits) + SPARE_BYTES
+    sampler = 6 * largest.num_rows * model.vocab_size * 4
+    copies = largest.num_rows * block_bytes(model, engine.block_size, engine.cache_dtype)
+    return max(step, sampler, copies) + SPARE_BYTES
 
 
 def size_pool(

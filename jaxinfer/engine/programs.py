@@ -1,6 +1,7 @@
 """The engine's pure functions, and their compiled forms.
 
-      step     (weights, caches, tables, carry, buffer) -> (caches, tables, logits, rows, hidden)   keyed by shape
+      stage    (staged, buffer)                         -> staged                the plan's buffer, at its place
+      step     (weights, caches, tables, outputs, carry, staged) -> (caches, tables, outputs)       keyed by shape
       plain    (carry, logits, rows)                    -> (carry, out)                       keyed by S
       full     (carry, features, logits, rows)          -> (carry, features, out)             keyed by S
       admit    (carry, tables, packed)                  -> (carry, tables)       slots that get a new owner
@@ -9,6 +10,10 @@
       prompt   (weights, hidden, indices, targets)      -> log-probabilities of given tokens       keyed by T
 
 Donated state comes back first. Nothing else is compiled while serving.
+
+A step's outputs are written into the buffers of the step before (donated, one a size), and its plan is copied to a
+fixed place first: XLA replays a step's command buffer as it is only if no address has changed, and otherwise updates
+all of its nodes, which takes the host as long as a small step takes the device.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from jaxinfer.batch import (
     Features,
     LogprobOutput,
     Rows,
+    StepBuffers,
     features_from_columns,
 )
 from jaxinfer.config import ModelConfig
@@ -134,7 +140,7 @@ class Programs:
     def _compile(self, key: Key) -> None:
         start = time.perf_counter()
         function, donated, arguments = self._describe(key)
-        compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+        compiled = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*arguments).compile()
         with self._lock:
             self._compiled[key] = compiled
             self.stats.num_programs += 1
@@ -146,12 +152,13 @@ class Programs:
         analysis = self.get(key).memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
         return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
-    def largest_temporaries(self, shape: BatchShape) -> int:
-        """The most that a compiled program needs beside arguments and aliased results, and the outputs of one more
-        step of this shape, since those of two may be alive."""
-        logits = shape.num_rows * self.shapes.vocab_size * 4
-        outputs = logits + shape.num_tokens * self.hidden_size * self.dtype.itemsize
-        return outputs + max(map(self.temporary_bytes, self._compiled))
+    def largest_temporaries(self, shapes: Iterable[BatchShape]) -> int:
+        """Bytes that programs need beside weights, pool and tables: the temporaries of the largest one compiled, and
+        the buffers that steps of these shapes leave for the sampler."""
+        logits = {shape.num_rows: self._logits(shape.num_rows) for shape in shapes}
+        hidden = {shape.num_tokens: self.buffers(shape).hidden for shape in shapes}
+        buffers = sum(leaf.size * leaf.dtype.itemsize for leaf in (*logits.values(), *hidden.values()))
+        return buffers + max(map(self.temporary_bytes, self._compiled), default=0)
 
     # -- what each program is ---------------------------------------------------------------------
 
@@ -165,7 +172,7 @@ class Programs:
         samplers = [(kind, size) for size in rows for kind in ("plain", "full")]
         copies = [("copy", size) for size in self.copy_sizes]
         prompts = [("prompt", size) for size in sorted({shape.num_tokens for shape in shapes}, reverse=True)]
-        return [*map(self.step_key, shapes), *samplers, ("admit",), ("features",), *copies, *prompts]
+        return [*map(self.step_key, shapes), *samplers, ("stage",), ("admit",), ("features",), *copies, *prompts]
 
     @property
     def copy_sizes(self) -> tuple[int, ...]:
@@ -176,12 +183,10 @@ class Programs:
         match key:
             case ("step", *shape):
                 layout = BatchLayout(BatchShape(*shape))
-                buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-                return (
-                    self._step(layout),
-                    (1, 2),
-                    (self.weights, self.caches, self.tables, self.carry, buffer),
-                )
+                state = (self.caches, self.tables, self.buffers(layout.shape))
+                return self._step(layout), (1, 2, 3), (self.weights, *state, self.carry, self.staged(layout.size))
+            case ("stage",):
+                return _stage, (0,), (self.staged(), self.staged())
             case ("plain", num_rows):
                 return sample_plain, (0,), (self.carry, self._logits(num_rows), _abstract_rows(num_rows))
             case ("full", num_rows):
@@ -202,6 +207,15 @@ class Programs:
                 return self._prompt_logprobs, (), (self.weights, hidden, ints, ints)
         raise KeyError(key)
 
+    def staged(self, least: int = 0) -> jax.ShapeDtypeStruct:
+        """Where a step finds its plan: one place for all buckets."""
+        return jax.ShapeDtypeStruct((max(self.shapes.buffer_size, least),), jnp.int32)
+
+    def buffers(self, shape: BatchShape) -> StepBuffers:
+        """Shapes of what a step leaves for the sampler."""
+        hidden = jax.ShapeDtypeStruct((shape.num_tokens, self.hidden_size), self.dtype)
+        return StepBuffers(self._logits(shape.num_rows), _abstract_rows(shape.num_rows), hidden)  # pyright: ignore[reportArgumentType]
+
     def _logits(self, num_rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_rows, self.shapes.vocab_size), jnp.float32)
 
@@ -210,16 +224,18 @@ class Programs:
             weights: list[jax.Array],
             caches: list[KVCache],
             tables: jax.Array,
+            buffers: StepBuffers,
             carry: Carry,
-            buffer: jax.Array,
-        ) -> tuple[list[KVCache], jax.Array, jax.Array, Rows, jax.Array]:
-            batch = layout.unpack(buffer)
+            staged: jax.Array,
+        ) -> tuple[list[KVCache], jax.Array, StepBuffers]:
+            del buffers  # overwritten
+            batch = layout.unpack(staged)
             tables = tables.at[batch.update_slots, batch.update_columns].set(batch.update_blocks, mode="drop")
             token_ids, meta = derive_inputs(batch, tables, carry, layout.shape.block_size)
             model = self._rebuild(weights)
             hidden, caches = model(token_ids, meta, caches, is_decode=layout.shape.is_decode)
             last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
-            return caches, tables, model.logits(hidden[last]), batch.rows, hidden
+            return caches, tables, StepBuffers(model.logits(hidden[last]), batch.rows, hidden)
 
         return step
 
@@ -245,6 +261,11 @@ class Programs:
         slots = part.pop("slot_ids")[:, 0]
         rows = features_from_columns(part)
         return jax.tree.map(lambda table, new: table.at[slots].set(new, mode="drop"), features, rows)
+
+
+def _stage(staged: jax.Array, buffer: jax.Array) -> jax.Array:
+    del staged  # overwritten
+    return buffer
 
 
 def _abstract_rows(num_rows: int) -> Rows:

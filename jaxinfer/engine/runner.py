@@ -9,7 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.batch import BatchLayout, BatchShape, Carry, DeviceShapes, Features, LogprobOutput, StepOutput
+from jaxinfer.batch import (
+    BatchLayout,
+    BatchShape,
+    Carry,
+    DeviceShapes,
+    Features,
+    LogprobOutput,
+    Rows,
+    StepBuffers,
+    StepOutput,
+)
 from jaxinfer.core import PlanRow, PromptLogprobs, StepPlan, StepResult
 from jaxinfer.engine import inputs
 from jaxinfer.engine.buckets import BucketLadder
@@ -63,6 +73,9 @@ class Runner:
         self.tables = jax.numpy.zeros((self.shapes.num_slots, self.shapes.max_blocks), jax.numpy.int32)
         self.carry = self.shapes.zero_carry()
         self.features = self.shapes.zero_features()
+        self.staged = _zeros(self.programs.staged())
+        self._rows: dict[int, tuple[jax.Array, Rows]] = {}
+        self._hidden: dict[int, jax.Array] = {}
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Sends a plan to the device and returns at once; results are on their way.
@@ -72,18 +85,39 @@ class Runner:
         self._copy_blocks(plan.copies)
         self._admit([row for row in plan.others if row.is_admission])
         shape = self.ladder.fit(plan.num_tokens, plan.num_rows)
-        buffer = inputs.pack(plan, self._layout(shape), self.shapes.num_slots)
-        step = self.programs.get(self.programs.step_key(shape))
-        arguments = (self.weights, self.caches, self.tables, self.carry, buffer)
-        self.caches, self.tables, logits, rows, hidden = step(*arguments)
+        buffers = self._run_step(shape, plan)
+        logits, rows = buffers.logits, buffers.rows
         if plan.needs_full_sampler:
             sample = self.programs.get(("full", shape.num_rows))
             self.carry, self.features, output = sample(self.carry, self.features, logits, rows)
         else:
             self.carry, output = self.programs.get(("plain", shape.num_rows))(self.carry, logits, rows)
-        chunks = self._score_prompts(plan, hidden)
+        chunks = self._score_prompts(plan, buffers.hidden)
         jax.tree.map(lambda array: array.copy_to_host_async(), (output, [chunk[-1] for chunk in chunks]))
         return InFlight(plan, output, chunks)
+
+    def _run_step(self, shape: BatchShape, plan: StepPlan) -> StepBuffers:
+        """Stages the plan and runs its step; what it left for the sampler."""
+        buffer = np.zeros(self.staged.shape, np.int32)
+        packed = inputs.pack(plan, self._layout(shape), self.shapes.num_slots)
+        buffer[: packed.size] = packed
+        self.staged = self.programs.get(("stage",))(self.staged, buffer)
+        step = self.programs.get(self.programs.step_key(shape))
+        old = self._take_buffers(shape)
+        state = (self.weights, self.caches, self.tables, old, self.carry, self.staged)
+        self.caches, self.tables, buffers = step(*state)
+        self._rows[shape.num_rows] = buffers.logits, buffers.rows
+        self._hidden[shape.num_tokens] = buffers.hidden
+        return buffers
+
+    def _take_buffers(self, shape: BatchShape) -> StepBuffers:
+        """The buffers that the last step of these sizes wrote; new ones the first time."""
+        abstract = self.programs.buffers(shape)
+        if shape.num_rows not in self._rows:
+            self._rows[shape.num_rows] = _zeros((abstract.logits, abstract.rows))
+        if shape.num_tokens not in self._hidden:
+            self._hidden[shape.num_tokens] = _zeros(abstract.hidden)
+        return StepBuffers(*self._rows.pop(shape.num_rows), self._hidden.pop(shape.num_tokens))
 
     def _score_prompts(self, plan: StepPlan, hidden: jax.Array) -> list[tuple[PlanRow, int, int, LogprobOutput]]:
         """Log-probabilities of prompt tokens, where they are asked for; position i's output is about token i + 1."""
@@ -133,10 +167,8 @@ class Runner:
         match key:
             case ("step", *values):
                 shape = BatchShape(*values)
-                buffer = inputs.pack(StepPlan(), self._layout(shape), self.shapes.num_slots)
-                step = self.programs.get(key)
-                arguments = (self.weights, self.caches, self.tables, self.carry, buffer)
-                self.caches, self.tables, logits, rows, _ = step(*arguments)
+                buffers = self._run_step(shape, StepPlan())
+                logits, rows = buffers.logits, buffers.rows
                 self.carry, out = self.programs.get(("plain", shape.num_rows))(self.carry, logits, rows)
                 full = self.programs.get(("full", shape.num_rows))
                 self.carry, self.features, more = full(self.carry, self.features, logits, rows)
@@ -145,6 +177,8 @@ class Runner:
                 hidden = jax.numpy.zeros((num_tokens, self.programs.hidden_size), self.programs.dtype)
                 ints = np.zeros(PROMPT_ROWS, np.int32)
                 jax.tree.map(np.asarray, self.programs.get(key)(self.weights, hidden, ints, ints))
+            case ("stage",):
+                self.staged = self.programs.get(key)(self.staged, np.zeros(self.staged.shape, np.int32))
             case ("admit",):
                 self._admit_rows([])
             case ("features",):
@@ -178,6 +212,10 @@ class Runner:
     def _upload_features(self, rows: list[PlanRow]) -> None:
         packed = inputs.pack_features(rows, self.shapes, FEATURE_ROWS)
         self.features = self.programs.get(("features",))(self.features, packed)
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), tree)
 
 
 def _logprob_rows(output: LogprobOutput, count: int) -> list[Any]:
