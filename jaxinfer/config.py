@@ -102,6 +102,27 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """The implementation of each kernel that an engine chose when it started."""
+
+    attention: str = "reference"
+    kv_update: str = "reference"
+    linear: str = "reference"
+    sampling: str = "reference"
+
+    @classmethod
+    def all(cls, name: str) -> Self:
+        """One implementation for all."""
+        return cls(name, name, name, name)
+
+    def __str__(self) -> str:
+        """Attention's, and those that differ from it."""
+        others = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        first = others.pop("attention")
+        return ", ".join([first, *(f"{name} {value}" for name, value in others.items() if value != first)])
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything that is set once for an engine. None and "auto" are filled in by `resolve`.

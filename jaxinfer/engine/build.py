@@ -18,14 +18,13 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from jaxinfer.batch import BatchLayout, DeviceShapes
-from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.config import EngineConfig, Kernels, ModelConfig
 from jaxinfer.engine.buckets import BucketLadder
 from jaxinfer.engine.kv_pool import make_caches
 from jaxinfer.engine.memory import Device, MemoryAccount, estimate_temporaries, size_pool
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.runner import Runner
-from jaxinfer.kernels import kv_update, paged_attention
-from jaxinfer.layers.attention import Kernels
+from jaxinfer.kernels import kv_update, paged_attention, sampling
 from jaxinfer.loaders import Checkpoint, OrbaxFolder, dummy_weights, fill_weights, open_checkpoint
 from jaxinfer.models import DenseModel, build_model, find_family, parse_config
 from jaxinfer.scheduler import resolve_max_model_len
@@ -67,7 +66,7 @@ def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: N
     device = jax.devices()[0]
     config = config.resolve(jax.default_backend(), model_config.max_position_embeddings)
     kernels = choose_kernels(config, model_config, device)
-    model = build_model(model_config, config.dtype, kernels)  # pyright: ignore[reportArgumentType]
+    model = build_model(model_config, config.dtype, kernels)
     ladder = _ladder(config)
     asked, weights, needed, others = config, None, None, None
     while True:
@@ -164,7 +163,7 @@ def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | 
 
 
 def choose_kernels(config: EngineConfig, model_config: ModelConfig, device: Device) -> Kernels:
-    """The implementations that attention uses: what the device can run, or the reference if that was asked for."""
+    """The implementation of each kernel: what the device can run, or the reference if that was asked for."""
     assert config.block_size is not None
     assert config.max_num_seqs is not None
     assert config.max_num_batched_tokens is not None
@@ -182,9 +181,12 @@ def choose_kernels(config: EngineConfig, model_config: ModelConfig, device: Devi
     }
     tables = (config.max_num_seqs, -(-longest // config.block_size))
     platform = jax.default_backend()
+    is_hopper = platform == "gpu" and layer["compute_capability"] == "9.0"
     return Kernels(
         paged_attention.choose(platform, **layer, table_shape=tables),
         kv_update.choose(platform, **layer, num_tokens=config.max_num_batched_tokens),
+        linear="mosaic_gpu" if is_hopper else "reference",
+        sampling=sampling.choose(platform, compute_capability=layer["compute_capability"]),
     )
 
 

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -94,6 +95,7 @@ class Programs:
         dtype: str,
         cache_dtype: str | None = None,
     ) -> None:
+        self.sampling = model.kernels.sampling
         graph, state = nnx.split(model)
         self.weights, tree = jax.tree.flatten(state)
         self._rebuild = lambda leaves: nnx.merge(graph, jax.tree.unflatten(tree, leaves))
@@ -188,10 +190,11 @@ class Programs:
             case ("stage",):
                 return _stage, (0,), (self.staged(), self.staged())
             case ("plain", num_rows):
-                return sample_plain, (0,), (self.carry, self._logits(num_rows), _abstract_rows(num_rows))
+                sampler = partial(sample_plain, implementation=self.sampling)
+                return sampler, (0,), (self.carry, self._logits(num_rows), _abstract_rows(num_rows))
             case ("full", num_rows):
                 arguments = (self.carry, self.features, self._logits(num_rows), _abstract_rows(num_rows))
-                return sample_full, (0, 1), arguments
+                return partial(sample_full, implementation=self.sampling), (0, 1), arguments
             case ("admit",):
                 packed = jax.ShapeDtypeStruct((ADMIT_ROWS, self.shapes.slot_layout.width), jnp.int32)
                 return self._admit, (0, 1), (self.carry, self.tables, packed)

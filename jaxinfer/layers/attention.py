@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.batch import AttentionMetadata
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import Kernels, ModelConfig
 from jaxinfer.kernels.kv_update import rope_kv_update
 from jaxinfer.kernels.paged_attention import paged_attention
-from jaxinfer.layers.linear import AttentionOutput, QKVProjection, einsum
+from jaxinfer.layers.linear import AttentionOutput, QKVProjection
 from jaxinfer.layers.norm import RMSNorm
 
 type KVCache = tuple[jax.Array, jax.Array]
 """A layer's K and V arrays, each [num_blocks, kv_heads, block_size, head_dim]."""
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """The implementations that an engine chose when it started."""
-
-    attention: str = "reference"
-    kv_update: str = "reference"
-
-    def __str__(self) -> str:
-        if self.attention == self.kv_update:
-            return self.attention
-        return f"{self.attention}, kv_update {self.kv_update}"
 
 
 class Attention(nnx.Module):
@@ -37,8 +22,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, kernels: Kernels) -> None:
         sizes = (config.hidden_size, config.num_kv_heads, config.group_size, config.head_dim)
-        self.qkv = QKVProjection(*sizes, dtype=dtype, has_bias=config.has_qkv_bias)
-        self.out = AttentionOutput(*sizes, dtype=dtype)
+        self.qkv = QKVProjection(*sizes, dtype=dtype, has_bias=config.has_qkv_bias, implementation=kernels.linear)
+        self.out = AttentionOutput(*sizes, dtype=dtype, implementation=kernels.linear)
 
         def head_norm() -> RMSNorm | None:
             if not config.has_qk_norm:
@@ -51,11 +36,11 @@ class Attention(nnx.Module):
         self.scale = config.head_dim**-0.5
 
     def __call__(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array, meta: AttentionMetadata, cache: KVCache
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, meta: AttentionMetadata, cache: KVCache, *, norm: RMSNorm
     ) -> tuple[jax.Array, KVCache]:
-        """[T, hidden] -> [T, hidden] and the layer's updated cache."""
+        """x + attention(norm(x)), [T, hidden], and the layer's updated cache."""
         q, k_cache, v_cache = rope_kv_update(
-            self._project(x),
+            self.qkv(x, norm=norm),
             *cache,
             cos,
             sin,
@@ -78,9 +63,5 @@ class Attention(nnx.Module):
             step_plan=meta.plan,
         )
         kv_heads = k_cache.shape[1]
-        return self.out(attended.reshape(x.shape[0], kv_heads, -1, q.shape[-1])), (k_cache, v_cache)
-
-    def _project(self, x: jax.Array) -> jax.Array:
-        """[T, hidden] -> [T, kv_heads, group + 2, head_dim], as the product leaves it."""
-        qkv = einsum("te,ekgd->tkgd", x, self.qkv.weight[...])
-        return qkv if self.qkv.bias is None else qkv + self.qkv.bias[...][None]
+        attended = attended.reshape(x.shape[0], kv_heads, -1, q.shape[-1])
+        return self.out(attended, residual=x), (k_cache, v_cache)

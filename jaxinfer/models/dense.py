@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.batch import AttentionMetadata
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import Kernels, ModelConfig
 from jaxinfer.kernels import kv_update, paged_attention
 from jaxinfer.layers import (
     Attention,
@@ -24,7 +24,6 @@ from jaxinfer.layers import (
     inverse_frequencies,
     rotary_angles,
 )
-from jaxinfer.layers.attention import Kernels
 
 
 class DecoderLayer(nnx.Module):
@@ -34,16 +33,16 @@ class DecoderLayer(nnx.Module):
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.attention = Attention(config, dtype=dtype, kernels=kernels)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype)
+        sizes = (config.hidden_size, config.intermediate_size)
+        self.mlp = GatedMLP(*sizes, dtype=dtype, implementation=kernels.linear)
 
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, meta: AttentionMetadata, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
         with jax.named_scope("attention"):
-            attended, cache = self.attention(self.input_norm(x), cos, sin, meta, cache)
-            x = x + attended
+            x, cache = self.attention(x, cos, sin, meta, cache, norm=self.input_norm)
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x)), cache
+            return self.mlp(x, norm=self.mlp_norm, residual=x), cache
 
 
 class DenseModel(nnx.Module):
@@ -52,11 +51,11 @@ class DenseModel(nnx.Module):
     Args:
       config: dimensions.
       dtype: of parameters and activations.
-      attention: implementations of the kernels that attention uses; a name stands for all of them.
+      kernels: implementations of the kernels; a name stands for all of them.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, attention: Kernels | str = "reference") -> None:
-        kernels = attention if isinstance(attention, Kernels) else Kernels(attention, attention)
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, kernels: Kernels | str = "reference") -> None:
+        kernels = kernels if isinstance(kernels, Kernels) else Kernels.all(kernels)
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nnx.List([DecoderLayer(config, dtype=dtype, kernels=kernels) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)

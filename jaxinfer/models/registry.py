@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import Kernels, ModelConfig
 from jaxinfer.models import llama, mistral, qwen2, qwen3
 from jaxinfer.models.dense import DenseModel
 from jaxinfer.models.hf_config import ConfigReader
@@ -76,6 +76,6 @@ def parse_config(
     return replace(parsed, eos_token_ids=ids, generation_defaults=generation)
 
 
-def build_model(config: ModelConfig, dtype: str, attention: str = "reference") -> DenseModel:
-    """The abstract model: shapes and axes, no arrays. `attention` names the kernel's implementation."""
-    return nnx.eval_shape(lambda: DenseModel(config, dtype=jnp.dtype(dtype), attention=attention))
+def build_model(config: ModelConfig, dtype: str, kernels: Kernels | str = "reference") -> DenseModel:
+    """The abstract model: shapes and axes, no arrays. See `DenseModel` for `kernels`."""
+    return nnx.eval_shape(lambda: DenseModel(config, dtype=jnp.dtype(dtype), kernels=kernels))
