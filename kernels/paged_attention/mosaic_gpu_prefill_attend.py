@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.kernels.paged_attention import mosaic_gpu_prefill_items as item_lists
-from jaxinfer.kernels.paged_attention.mosaic_gpu_common import LOG2E, NEG_INF, zero_rows_outside
+from jaxinfer.kernels.paged_attention.mosaic_gpu_common import LOG2E, NEG_INF
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_memory import Layer, Memory
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_plan import CONSUMERS, ROWS
 
@@ -160,7 +160,7 @@ class Consumer:
             slot, last_slot = lax.rem(now, stages), lax.rem(now - 1, stages)
 
             def products(s_ref):
-                self._await_values(item, step - 1, last_slot, is_last=False)
+                plgpu.barrier_wait(memory.v_ready.at[last_slot])
                 plgpu.barrier_wait(memory.k_ready.at[slot])
                 self._take_turn()
                 acc.add(p, memory.v.at[last_slot])
@@ -185,31 +185,12 @@ class Consumer:
         p, m, total = lax.fori_loop(diagonal, end, functools.partial(next_step, masked=True), carry)
 
         last_slot = lax.rem(done + end - 1 - item.first_step, stages)
-        self._await_values(item, end - 1, last_slot, is_last=True)
+        plgpu.barrier_wait(memory.v_ready.at[last_slot])
         acc.add(p, memory.v.at[last_slot])
         out = acc.read()
         plgpu.barrier_arrive(memory.v_free.at[last_slot])
         self._finish(out, m, total, buffer)
         return done + end - item.first_step
-
-    def _await_values(self, item: item_lists.Item, step: jax.Array, slot: jax.Array, *, is_last: bool) -> None:
-        """Wait for a V tile and set what no query of the item sees to 0, since 0 x NaN is NaN."""
-        memory, window, block_kv = self.memory, self.layer.window, self.layer.params.block_kv
-        plgpu.barrier_wait(memory.v_ready.at[slot])
-        if window is None and not is_last:  # only a row's last tile has unused slots
-            return
-        high = item.seq_len - step * block_kv
-        low = 0 if window is None else item.position + item.low - window + 1 - step * block_kv
-
-        @pl.when((high < block_kv) | (low > 0))
-        def _():
-            @pl.when(self.wg == 0)
-            def _():
-                zero_rows_outside(memory.v.at[slot], low, high)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(memory.v_clean.at[slot])
-
-            plgpu.barrier_wait(memory.v_clean.at[slot])
 
     def _softmax(self, s: jax.Array, m: jax.Array, total: jax.Array, distance: jax.Array, *, masked: bool) -> tuple:
         """(probabilities, maximum, sum, factor by which earlier results shrink) of a step.

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.kernels.paged_attention import mosaic_gpu_prefill_items as item_lists
-from jaxinfer.kernels.paged_attention.mosaic_gpu_common import copy_layout, copy_rows
+from jaxinfer.kernels.paged_attention.mosaic_gpu_common import copy_layout, copy_rows, zero_rows_outside
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_memory import Layer, Memory
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_plan import CONSUMERS, ROWS
 
@@ -91,8 +91,29 @@ def _page_ids(block_tables_ref: Any, row: jax.Array, item: item_lists.Item, laye
     return tuple(block_tables_ref[row, jnp.minimum(token // layer.block_size, last)] for token in tokens)
 
 
+def _used_keys(item: item_lists.Item, step: jax.Array, layer: Layer) -> tuple:
+    """The range [low, high) of a tile's keys that some query of the item sees, and whether there are others.
+
+    Values outside must become 0: unused slots may hold NaN, and 0 x NaN is NaN.
+    """
+    first_key = step * layer.params.block_kv
+    high = item.seq_len - first_key
+    if layer.window is None:
+        return 0, high, high < layer.params.block_kv
+    low = item.position + item.low - layer.window + 1 - first_key
+    return low, high, (high < layer.params.block_kv) | (low > 0)
+
+
 def _copy_tile(
-    source: Any, pages: tuple, head: jax.Array, step: jax.Array, layer: Layer, smem: Any, barrier: Any, **options: Any
+    source: Any,
+    smem: Any,
+    barrier: Any,
+    *,
+    layer: Layer,
+    pages: tuple,
+    head: jax.Array,
+    step: jax.Array,
+    **options: Any,
 ) -> None:
     block_kv, block_size = layer.params.block_kv, layer.block_size
     offset = lax.rem(step * block_kv, block_size) if block_size > block_kv else 0
@@ -114,12 +135,22 @@ def _load_directly(k_ref, v_ref, page_ids, item, done, layer: Layer, memory: Mem
         done, pages = carry
         slot = lax.rem(done, stages)
         next_pages = page_ids(jnp.minimum(step + 1, item.end_step - 1))
-        for source, smem, ready, free in (
-            (k_ref, memory.k, memory.k_ready, memory.k_free),
-            (v_ref, memory.v, memory.v_ready, memory.v_free),
-        ):
-            _await_free(free, slot, done, stages)
-            _copy_tile(source, pages, head, step, layer, smem.at[slot], ready.at[slot], **options)
+        copy = functools.partial(_copy_tile, layer=layer, pages=pages, head=head, step=step, **options)
+        _await_free(memory.k_free, slot, done, stages)
+        copy(k_ref, memory.k.at[slot], memory.k_ready.at[slot])
+        _await_free(memory.v_free, slot, done, stages)
+        low, high, has_unused = _used_keys(item, step, layer)
+        pl.when(~has_unused)(lambda: copy(v_ref, memory.v.at[slot], memory.v_ready.at[slot]))
+
+        @pl.when(has_unused)
+        def _():
+            copy(v_ref, memory.v.at[slot], memory.raw_ready.at[1])
+            plgpu.barrier_wait(memory.raw_ready.at[1])
+            zero_rows_outside(memory.v.at[slot], low, high)
+            plgpu.commit_smem()
+            for _ in range(layer.num_copies):
+                plgpu.barrier_arrive(memory.v_ready.at[slot])
+
         return done + 1, next_pages
 
     return lax.fori_loop(item.first_step, item.end_step, load_step, (done, page_ids(item.first_step)))[0]
@@ -128,6 +159,7 @@ def _load_directly(k_ref, v_ref, page_ids, item, done, layer: Layer, memory: Mem
 def _load_converted(k_ref, v_ref, page_ids, item, done, layer: Layer, memory: Memory) -> jax.Array:
     """K and V tiles of an item, fp8 caches."""
     stages, head = layer.params.num_stages, item.head // layer.group
+    copy = functools.partial(_copy_tile, layer=layer, head=head)
     tensors = (
         (k_ref, memory.raw_k, memory.k, memory.k_ready, memory.k_free),
         (v_ref, memory.raw_v, memory.v, memory.v_ready, memory.v_free),
@@ -141,17 +173,21 @@ def _load_converted(k_ref, v_ref, page_ids, item, done, layer: Layer, memory: Me
             plgpu.barrier_wait(memory.raw_ready.at[i])
             _await_free(free, slot, done, stages)
             _convert(raw, smem.at[slot])
+            if source is v_ref:
+                low, high, has_unused = _used_keys(item, step, layer)
+                pl.when(has_unused)(functools.partial(zero_rows_outside, smem.at[slot], low, high))
+            plgpu.commit_smem()
             plgpu.barrier_arrive(ready.at[slot])
 
             @pl.when(step + 1 < item.end_step)
             def _(i=i, source=source, raw=raw):
-                _copy_tile(source, next_pages, head, step + 1, layer, raw, memory.raw_ready.at[i])
+                copy(source, raw, memory.raw_ready.at[i], pages=next_pages, step=step + 1)
 
         return done + 1, following
 
     pages = page_ids(item.first_step)
     for i, (source, raw, *_) in enumerate(tensors):
-        _copy_tile(source, pages, head, item.first_step, layer, raw, memory.raw_ready.at[i])
+        copy(source, raw, memory.raw_ready.at[i], pages=pages, step=item.first_step)
     init = (done, page_ids(jnp.minimum(item.first_step + 1, item.end_step - 1)))
     return lax.fori_loop(item.first_step, item.end_step, load_step, init)[0]
 
@@ -169,4 +205,3 @@ def _convert(raw: Any, smem: Any) -> None:
     for row in range(0, rows, size):
         part = pl.ds(row, size)
         smem[part] = plgpu.load(raw.at[part], layout=layout).astype(smem.dtype)
-    plgpu.commit_smem()

@@ -49,6 +49,7 @@ class Memory:
     record    of an item, for the consumers; behind them the two places of claims
     k, v      [num_stages, block_kv, D]
     raw_k, v  fp8 tiles before they are converted
+    raw_ready of K, of V: tiles that the producer has to work on first
     p, acc    only in the interpreter
     """
 
@@ -67,7 +68,6 @@ class Memory:
     q_free: Any
     k_free: Any
     v_free: Any
-    v_clean: Any
     turn: Any
     claimed: Any
 
@@ -101,13 +101,10 @@ def scratch(layer: Layer, q_dtype: Any, out_dtype: Any, cache_dtype: Any) -> dic
         "q_ready": plgpu.Barrier(num_arrivals=CONSUMERS + 1, num_barriers=q_buffers),
         "k_ready": kv_ready,
         "v_ready": kv_ready,
-        "raw_ready": plgpu.Barrier(num_arrivals=layer.num_copies, num_barriers=2) if layer.is_fp8 else None,
+        "raw_ready": plgpu.Barrier(num_arrivals=layer.num_copies, num_barriers=2),
         "q_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=q_buffers),
         "k_free": kv_free(),
         "v_free": kv_free(),
-        # One a stage: consumer 0 cannot come to a stage again before consumer 1 has released, so observed, it. With a
-        # single barrier it could be two completions ahead, which hangs a waiter that knows phases by their parity.
-        "v_clean": plgpu.Barrier(num_barriers=stages),
         "turn": plgpu.Barrier(num_barriers=CONSUMERS),
         "claimed": plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=2) if params.ctas > 1 else None,
     }
