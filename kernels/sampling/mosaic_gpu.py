@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jaxinfer.kernels.sampling.mosaic_gpu_common import MIN_VOCAB, TILE
 from jaxinfer.kernels.sampling.mosaic_gpu_cuts import CutsParams, pick_with_cuts
-from jaxinfer.kernels.sampling.mosaic_gpu_pick import pick, pick_and_advance
+from jaxinfer.kernels.sampling.mosaic_gpu_pick import pick
+from jaxinfer.kernels.sampling.mosaic_gpu_slots import sample_and_advance
 from jaxinfer.kernels.sampling.mosaic_gpu_tiles import TilesParams, reduce_tiles
 from jaxinfer.kernels.sampling.reference import Slots
 
@@ -58,10 +59,9 @@ def sample_slots(
     *,
     params: Params = Params(),
 ) -> tuple[jax.Array, Slots]:
-    """See `api.sample_slots`: two kernels, nothing beside them."""
+    """See `api.sample_slots`: one kernel, nothing beside it."""
     tiles = _as_tiles(logits)
-    known = reduce_tiles(tiles, slots.temperature, slot_ids, params=params.tiles)
-    return pick_and_advance(tiles, known, (slot_ids, samples, num_tokens), slots)
+    return sample_and_advance(tiles, (slot_ids, samples, num_tokens), slots, params=params.tiles)
 
 
 def _as_tiles(logits: jax.Array) -> jax.Array:

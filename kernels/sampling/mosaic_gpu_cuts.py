@@ -47,7 +47,7 @@ from jaxinfer.kernels.sampling.mosaic_gpu_common import (
     read_row,
 )
 from jaxinfer.kernels.sampling.mosaic_gpu_memory import STREAMING, Block, CutsParams, Memory, scratch
-from jaxinfer.kernels.sampling.mosaic_gpu_pick import by_entry_rows, pick_id, pick_tile
+from jaxinfer.kernels.sampling.mosaic_gpu_pick import pick_id, pick_tile
 from jaxinfer.kernels.sampling.mosaic_gpu_search import LOWEST, Pass, crossing, first_place, lower_bound
 
 ALL = np.int32(1 << 30)
@@ -360,4 +360,4 @@ def pick_with_cuts(
         kernel_name="sampling_cuts",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return kernel(tiles, *by_entry_rows(known), *rows, *cuts)
+    return kernel(tiles, *known, *rows, *cuts)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,32 +29,66 @@ PARTS, WIDTH = 4, TILE // 4  # a swizzled row of shared memory is 128 bytes
 
 @dataclasses.dataclass(frozen=True)
 class TilesParams:
-    """Tuning: blocks of 32 KiB in flight a CTA, CTAs meant to share an SM, SMs of the device."""
+    """Tuning: blocks of 32 KiB in flight a CTA, CTAs meant to share an SM, SMs of the device.
+
+    counts_arrivals: CTAs that share a row count up who comes last. Without, as in the interpreter, which knows no
+      atomics, CTAs must run one after the other.
+    """
 
     num_stages: int = 3
     ctas_per_sm: int = 2
     num_sms: int = 132
+    counts_arrivals: bool = True
 
     def num_ctas(self, num_blocks: int) -> int:
         return min(num_blocks, self.num_sms * self.ctas_per_sm)
 
 
-def _tiles_kernel(
+class Shares:
+    """All blocks of all rows, cut into equal shares, one a CTA; the first ones have one block more."""
+
+    def __init__(self, num_rows: int, shape: RowShape, num_ctas: int):
+        self.shape = shape
+        self._share, self._longer = divmod(num_rows * shape.num_blocks, num_ctas)
+
+    def first(self, cta: jax.Array) -> jax.Array:
+        return cta * self._share + jnp.minimum(cta, self._longer)
+
+    def count(self, cta: jax.Array) -> jax.Array:
+        return self._share + jnp.where(cta < self._longer, 1, 0)
+
+    def place(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(row, block in the row) of a block."""
+        return number // self.shape.num_blocks, lax.rem(number, self.shape.num_blocks)
+
+    def cta(self, number: jax.Array) -> jax.Array:
+        """Which CTA has a block."""
+        in_longer = self._longer * (self._share + 1)
+        return jnp.where(
+            number < in_longer,
+            number // (self._share + 1),
+            self._longer + (jnp.maximum(number, in_longer) - in_longer) // self._share,
+        )
+
+
+def stream_tiles(
     logits_ref: Any,  # [S, tiles, 128]
-    temperature_ref: Any,  # [S], or [B] where there are slots
-    *refs: Any,  # slot_ids [S] where there are any; maxima, sums and, where asked for, seconds, [S, entries] each
+    temperature_of: Callable[[jax.Array], jax.Array],
+    store: Callable[[jax.Array, jax.Array, Sequence[jax.Array]], None],
+    *,
     num_stages: int,
-    has_slots: bool,
+    with_seconds: bool,
 ) -> None:
-    slots_ref, (maxima_ref, sums_ref, *seconds_ref) = refs[:has_slots], refs[has_slots:]
+    """Calls `store(row, block, maxima, sums and seconds)`, float32 [64] each, for each block of a CTA's share.
+
+    From last to first: what another CTA may wait for comes first.
+    """
     num_rows, num_tiles, _ = logits_ref.shape
     shape = RowShape(num_tiles)
-    total = num_rows * shape.num_blocks
-    cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
-    share, longer = divmod(total, num_ctas)  # the first CTAs have one block more
-    first = cta * share + jnp.minimum(cta, longer)
-    count = share + jnp.where(cta < longer, 1, 0)
-
+    shares = Shares(num_rows, shape, lax.axis_size("cta"))
+    cta = lax.axis_index("cta")
+    count = shares.count(cta)
+    last = shares.first(cta) + count - 1
     swizzle = plgpu.SwizzleTransform(4 * WIDTH)  # pyright: ignore[reportAbstractUsage]
 
     @functools.partial(
@@ -63,7 +98,7 @@ def _tiles_kernel(
     )
     def _scope(smem: Any, ready: Any) -> None:
         def load(i: jax.Array) -> None:
-            row, block = (first + i) // shape.num_blocks, lax.rem(first + i, shape.num_blocks)
+            row, block = shares.place(last - i)
             slot = lax.rem(i, num_stages)
             tiles = pl.ds(shape.first_tile(block), BLOCK)
             for part in range(PARTS):
@@ -86,19 +121,36 @@ def _tiles_kernel(
             def _() -> None:
                 load(i + num_stages)
 
-            row, block = (first + i) // shape.num_blocks, lax.rem(first + i, shape.num_blocks)
-            place = jnp.minimum(slots_ref[0][row], temperature_ref.shape[0] - 1) if slots_ref else row
-            factor = np.float32(LOG2E) / divisor(temperature_ref[place])
+            row, block = shares.place(last - i)
+            factor = np.float32(LOG2E) / divisor(temperature_of(row))
             maxima = jnp.max(functools.reduce(jnp.maximum, parts), axis=1)
             safe = lax.broadcast_in_dim(jnp.where(is_finite(maxima), maxima, np.float32(0)), parts[0].shape, [0])
-            weights = [jnp.exp2((x - safe) * factor) for x in parts]
-            where = pl.ds(block * BLOCK, BLOCK)
-            maxima_ref[row, where] = maxima
-            sums_ref[row, where] = jnp.sum(functools.reduce(jnp.add, weights), axis=1)
-            if seconds_ref:
-                seconds_ref[0][row, where] = _second_largest(parts, maxima)
+            sums = jnp.sum(functools.reduce(jnp.add, [jnp.exp2((x - safe) * factor) for x in parts]), axis=1)
+            store(row, block, [maxima, sums, *([_second_largest(parts, maxima)] if with_seconds else [])])
 
         lax.fori_loop(0, count, reduce, None)
+
+
+def store_entries(refs: Sequence[Any], row: jax.Array, block: jax.Array, values: Sequence[jax.Array]) -> None:
+    """Stores a block's [64] values by entry, to refs [S, entries / 128, 128]."""
+    where = pl.ds(lax.rem(block, TILE // BLOCK) * BLOCK, BLOCK)
+    for ref, value in zip(refs, values, strict=True):
+        ref[row, block // (TILE // BLOCK), where] = value
+
+
+def _tiles_kernel(
+    logits_ref: Any,  # [S, tiles, 128]
+    temperature_ref: Any,  # [S]
+    *out_refs: Any,  # [S, entries / 128, 128] each: maxima, sums, and seconds where asked for
+    num_stages: int,
+) -> None:
+    stream_tiles(
+        logits_ref,
+        lambda row: temperature_ref[row],
+        functools.partial(store_entries, out_refs),
+        num_stages=num_stages,
+        with_seconds=len(out_refs) == 3,
+    )
 
 
 def _second_largest(parts: list[jax.Array], maxima: jax.Array) -> jax.Array:
@@ -112,27 +164,21 @@ def _second_largest(parts: list[jax.Array], maxima: jax.Array) -> jax.Array:
 
 
 def reduce_tiles(
-    tiles: jax.Array,
-    temperature: jax.Array,
-    slot_ids: jax.Array | None = None,
-    *,
-    params: TilesParams,
-    with_seconds: bool = False,
+    tiles: jax.Array, temperature: jax.Array, *, params: TilesParams, with_seconds: bool = False
 ) -> list[jax.Array]:
-    """Of logits float32 [S, tiles, 128] the maxima and sums of tiles, float32 [S, entries] each; then the seconds.
+    """Of logits float32 [S, tiles, 128] the maxima and sums of tiles, and the seconds, by entry.
 
-    Entries behind the last block are undefined. With slot_ids, int32 [S], temperature is a table by slot.
+    Each is float32 [S, entries / 128, 128]; entries behind the last block are undefined.
     """
     num_rows, num_tiles, _ = tiles.shape
     shape = RowShape(num_tiles)
-    out = jax.ShapeDtypeStruct((num_rows, shape.num_entries), jnp.float32)
-    operands = [tiles, temperature] + ([] if slot_ids is None else [slot_ids])
+    out = jax.ShapeDtypeStruct((num_rows, shape.entry_rows, TILE), jnp.float32)
     kernel = plgpu.kernel(
-        functools.partial(_tiles_kernel, num_stages=params.num_stages, has_slots=slot_ids is not None),
+        functools.partial(_tiles_kernel, num_stages=params.num_stages),
         out_type=[out] * (3 if with_seconds else 2),
         grid=(params.num_ctas(num_rows * shape.num_blocks),),
         grid_names=("cta",),
         kernel_name="sampling_tiles",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return kernel(*operands)
+    return kernel(tiles, temperature)

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 
-from jaxinfer.kernels.sampling import mosaic_gpu
+from jaxinfer.kernels.sampling import mosaic_gpu, reference
 
 pytestmark = pytest.mark.aot
+NUM_SLOTS = 1024
 H200 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 minor: 0 } core_count: 132 threads_per_warp: 32
@@ -26,25 +27,46 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description
 """
 
 
+KERNELS = {
+    "plain": {"sampling_slots"},
+    "not cut": {"sampling_tiles", "sampling_pick"},
+    "cut": {"sampling_tiles", "sampling_cuts"},
+}
+
+
 @pytest.mark.parametrize(
-    ("num_rows", "vocab", "is_cut"),
-    [(256, 151936, False), (256, 151936, True), (1, 49152, True), (5, 50257, True)],
+    ("kind", "num_rows", "vocab"),
+    [("plain", 256, 151936), ("plain", 1, 50257), ("not cut", 3, 128256), ("cut", 256, 151936), ("cut", 1, 49152)],
 )
 def test_compiles_without_spills(
-    num_rows: int, vocab: int, is_cut: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    kind: str, num_rows: int, vocab: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Zero spills; the logits are not copied unless rows are no whole tiles; slots change where they are."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
-    shape = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(topology.devices[0]))
-    column = partial(shape, (num_rows,))
-    cuts = {"min_p": column(jnp.float32), "top_k": column(jnp.int32), "top_p": column(jnp.float32)}
-    arguments = shape((num_rows, vocab), jnp.float32), column(jnp.float32), shape((num_rows, 2), jnp.uint32)
-    compiled = jax.jit(mosaic_gpu.sample).lower(*arguments, column(jnp.int32), **(cuts if is_cut else {})).compile()
+    compiled = compile_sampler(kind, num_rows, vocab)
     report = capfd.readouterr().out
     print(re.sub(r"(?m)^ptxas \S+, line .*\n", "", report))
     functions = r"Function properties for (sampling_\w+?)_mosaic_gpu_kernel.*?(\d+) bytes spill stores"
-    spills = dict(re.findall(functions, report, re.DOTALL))
-    assert spills == {"sampling_tiles": "0", "sampling_cuts" if is_cut else "sampling_pick": "0"}
-    logits_bytes = 4 * num_rows * vocab
-    needs_copy = vocab % 128 != 0
-    assert (compiled.memory_analysis().temp_size_in_bytes > logits_bytes) == needs_copy
+    assert dict(re.findall(functions, report, re.DOTALL)) == dict.fromkeys(KERNELS[kind], "0")
+    memory = compiled.memory_analysis()
+    assert (memory.temp_size_in_bytes > 4 * num_rows * vocab) == (vocab % 128 != 0)
+    if kind == "plain":
+        assert memory.alias_size_in_bytes == 20 * NUM_SLOTS  # all four tables
+        if vocab % 128 == 0:
+            kernels = re.findall(r"= .*? (fusion|custom-call|copy|scatter)\(", compiled.as_text())
+            assert kernels == ["custom-call"]
+
+
+def compile_sampler(kind: str, num_rows: int, vocab: int) -> jax.stages.Compiled:
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
+    shape = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(topology.devices[0]))
+    column, table = partial(shape, (num_rows,)), partial(shape, (NUM_SLOTS,))
+    logits = shape((num_rows, vocab), jnp.float32)
+    if kind == "plain":
+        seeds = shape((NUM_SLOTS, 2), jnp.uint32)
+        slots = reference.Slots(table(jnp.int32), table(jnp.int32), table(jnp.float32), seeds)
+        rows = column(jnp.int32), column(jnp.bool_), column(jnp.int32)
+        return jax.jit(mosaic_gpu.sample_slots, donate_argnums=4).lower(logits, *rows, slots).compile()
+    cuts = {"min_p": column(jnp.float32), "top_k": column(jnp.int32), "top_p": column(jnp.float32)}
+    rows = column(jnp.float32), shape((num_rows, 2), jnp.uint32), column(jnp.int32)
+    return jax.jit(mosaic_gpu.sample).lower(logits, *rows, **(cuts if kind == "cut" else {})).compile()

