@@ -1,4 +1,4 @@
-"""`linear`: validates, then dispatches."""
+"""`linear` and `qkv_rope_kv_update`: validate, then dispatch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.kernels.kv_update import rope_kv_update
 from jaxinfer.kernels.linear import reference
 from jaxinfer.kernels.linear.tuning import Product, tuned_params
 
 IMPLEMENTATIONS = ("mosaic_gpu", "reference")
 
 
-def choose(implementation: str, x: jax.Array, weight: jax.Array, *, activation: str | None = None) -> str:
-    """`implementation` if it is known to beat XLA at this product on an H200, else "reference"."""
+def choose(
+    implementation: str,
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    activation: str | None = None,
+    head_dim: int | None = None,
+) -> str:
+    """`implementation` if it is known to beat XLA at this product on an H200, else "reference".
+
+    Args:
+      head_dim: ask for the projection to heads of this size that is fused with their rotation and storing.
+    """
     if implementation != "mosaic_gpu" or x.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != x.dtype:
         return "reference"
     product = _product(x, weight, activation)
-    return "reference" if tuned_params(product) is None else implementation
+    return "reference" if tuned_params(product, head_dim=head_dim) is None else implementation
 
 
 def _product(x: jax.Array, weight: jax.Array, activation: str | None) -> Product:
@@ -92,3 +104,67 @@ def linear(
         **options,
     )
     return out.reshape(result)
+
+
+@partial(jax.jit, static_argnames=("eps", "implementation", "update_implementation"))
+def qkv_rope_kv_update(
+    x: jax.Array,
+    weight: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    norm_weight: jax.Array,
+    eps: float = 1e-6,
+    bias: jax.Array | None = None,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    implementation: str = "reference",
+    update_implementation: str = "reference",
+    step_plan: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`linear` with a norm before it, then `rope_kv_update`; in one launch where that is known to win.
+
+    Args:
+      x: [T, hidden].
+      weight: [hidden, kv_heads, group + 2, head_dim]; as for `linear`, an argument of the program.
+      norm_weight: [hidden].
+      eps: of all norms.
+      bias: [kv_heads, group + 2, head_dim].
+      implementation: the fastest implementation of `linear` that may be used.
+      update_implementation: of `rope_kv_update`, where it is a launch of its own.
+      k_cache, v_cache, cos, sin, slot_mapping, q_norm, k_norm, k_scale, v_scale, step_plan: as for `rope_kv_update`.
+
+    Returns:
+      q [T, kv_heads * group, head_dim] in x's dtype, normalised and rotated, and both caches.
+
+    Raises:
+      ValueError: shapes that do not fit together.
+      NotImplementedError: the implementation cannot do this case.
+    """
+    caches = (k_cache, v_cache, cos, sin, slot_mapping)
+    norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
+    head_dim = weight.shape[-1]
+    is_plain = k_scale is None and v_scale is None and k_cache.dtype == x.dtype
+    if is_plain and choose(implementation, x, weight, head_dim=head_dim) == "mosaic_gpu":
+        from jaxinfer.kernels.linear import mosaic_gpu_qkv
+
+        params = tuned_params(_product(x, weight, None), head_dim=head_dim)
+        assert params is not None
+        return mosaic_gpu_qkv.qkv_rope_kv_update(
+            x, weight, *caches, norm_weight=norm_weight, bias=bias, **norms, params=params
+        )
+    qkv = linear(
+        x,
+        weight,
+        norm_weight=norm_weight,
+        norm_eps=eps,
+        bias=bias,
+        implementation=choose(implementation, x, weight),
+    )
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return rope_kv_update(qkv, *caches, **norms, **scales, implementation=update_implementation, step_plan=step_plan)

@@ -13,6 +13,8 @@ exchange   y' -> shared memory of the CTA         every CTA of the cluster then 
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +34,26 @@ from jaxinfer.kernels.linear.mosaic_gpu_common import (
 )
 from jaxinfer.kernels.linear.tuning import ATOM, Params, Product
 
+type Read = Callable[[int, Any, Any], jax.Array]
+type Finish = Callable[[Any, Any, Any], Callable[[Read], None]]
 
-def _kernel(
-    x_ref,  # [T, K]
-    w_ref,  # [K, segments, F]
-    *refs,  # norm weight [K / 64, 64], bias [segments, F], residual [T, F] where there are any; then the outputs
-    fusions: Fusions,
+
+def multiply(
+    x_ref: Any,  # [T, K]
+    w_ref: Any,  # [K, segments, F]
+    norm_ref: Any,  # [K / 64, 64] or None
+    part_ref: Any,  # partial sums, where they go through device memory
+    finish: Finish,
+    *,
+    eps: float | None,
     params: Params,
-):
-    *optional, out_ref, part_ref = refs
-    norm_ref, bias_ref, residual_ref = fusions.split(optional)
+    scratch: Any = (),
+) -> None:
+    """The body of a kernel: norm(x) @ w, of which every CTA hands its rows and columns to `finish`.
+
+    `finish(rows, column, scratch)` is called before the product is known, to fetch what it needs, and returns
+    `write(read)`. There, `read(segment, columns, layout)` gives those columns of the CTA's block, summed, float32.
+    """
     num_rows, size = x_ref.shape
     segments = w_ref.shape[1]
     block_n, block_k, splits = params.block_n, params.block_k, params.splits
@@ -64,13 +76,14 @@ def _kernel(
         x_smem=swizzled_smem((stages, atoms, num_rows, ATOM), x_ref.dtype),
         norm_smem=plgpu.SMEM((share // ATOM, ATOM), w_ref.dtype) if norm_ref is not None else (),
         part_smem=plgpu.SMEM((segments, num_rows, block_n), jnp.float32) if in_shared else (),
+        scratch=scratch,
         ready=plgpu.Barrier(num_arrivals=segments + atoms, num_barriers=stages),
         free=plgpu.Barrier(num_barriers=stages),
         norm_ready=plgpu.Barrier(),
         exchange=plgpu.ClusterBarrier(collective_axes=("split",), num_barriers=2) if splits > 1 else (),
         collective_axes="wg",
     )
-    def _scope(w_smem, x_smem, norm_smem, part_smem, ready, free, norm_ready, exchange):
+    def _scope(w_smem, x_smem, norm_smem, part_smem, scratch, ready, free, norm_ready, exchange):
         wg = lax.axis_index("wg")
 
         @pl.when(wg == 1)
@@ -109,21 +122,15 @@ def _kernel(
         @pl.when(wg == 0)
         def _consumer():
             wait_for_previous_kernel()
-            layout = out_layout(owned, block_n)
-            my_rows, my_columns = pl.ds(split * owned, owned), pl.ds(column, block_n)
-
-            def fetch(ref):
-                return plgpu.load(ref, layout=layout, optimized=False)
-
-            residual = None if residual_ref is None else fetch(residual_ref.at[my_rows, my_columns])
-            biases = [] if bias_ref is None else load_biases(bias_ref.at[:, my_columns], owned)
+            my_rows = pl.ds(split * owned, owned)
+            write = finish(my_rows, column, scratch)
             scales = None
             if norm_ref is not None:
-                assert fusions.eps is not None
-                scales = row_scales(x_ref, fusions.eps)
+                assert eps is not None
+                scales = row_scales(x_ref, eps)
                 plgpu.barrier_wait(norm_ready)
 
-            def multiply(*accumulators):
+            def accumulate(*accumulators):
                 def step(i, _):
                     slot = lax.rem(i, stages)
                     plgpu.barrier_wait(ready.at[slot])
@@ -144,7 +151,7 @@ def _kernel(
                 lax.fori_loop(0, num_tiles, step, None)
                 return tuple(accumulator[...] for accumulator in accumulators)
 
-            products = pl.run_scoped(multiply, *[plgpu.ACC((block_n, num_rows), jnp.float32)] * segments)
+            products = pl.run_scoped(accumulate, *[plgpu.ACC((block_n, num_rows), jnp.float32)] * segments)
 
             def part_of(other):
                 if not in_shared:
@@ -152,6 +159,13 @@ def _kernel(
                 if splits == 1:
                     return part_smem
                 return plgpu.cluster_ref(part_smem, {"split": other})
+
+            def read(segment, columns, layout):
+                parts = [
+                    plgpu.load(part_of(other).at[segment, my_rows, columns], layout=layout, optimized=False)
+                    for other in range(splits)
+                ]
+                return functools.reduce(lambda a, b: a + b, parts)
 
             for s, product in enumerate(products):
                 mine = part_smem if in_shared else part_of(split)
@@ -161,35 +175,63 @@ def _kernel(
                 plgpu.barrier_wait(exchange.at[0])
             else:
                 plgpu.commit_smem()
-            sums = []
-            for s in range(segments):
-                parts = [fetch(part_of(other).at[s, my_rows]) for other in range(splits)]
-                sums.append(functools.reduce(lambda a, b: a + b, parts))
-            out_ref.at[my_rows, my_columns][...] = finish(sums, biases, residual, fusions, out_ref.dtype)
+            write(read)
             if splits > 1:  # no CTA may end while others read its shared memory
                 plgpu.barrier_arrive(exchange.at[1])
                 plgpu.barrier_wait(exchange.at[1])
 
 
-def run(operands: list[jax.Array], product: Product, fusions: Fusions, params: Params) -> jax.Array:
-    """[T, F] of x [T, K], the weight [K, segments, F] and what `_kernel` names."""
+def kernel(body: Callable[..., None], name: str, product: Product, params: Params, out_type: Any) -> Any:
+    """`body` on a cluster a block of columns. Its last output are the partial sums."""
     blocks = product.columns // params.block_n
     part = (1,)
     if params.exchange == "device":
         part = (blocks, params.splits, product.segments, product.rows, params.block_n)
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, fusions=fusions, params=params),
-        out_type=(
-            jax.ShapeDtypeStruct((product.rows, product.columns), operands[0].dtype),
-            jax.ShapeDtypeStruct(part, jnp.float32),
-        ),
+    return plgpu.kernel(
+        body,
+        out_type=(out_type, jax.ShapeDtypeStruct(part, jnp.float32)),
         grid=(blocks,),
         grid_names=("column",),
         cluster=(params.splits,),
         cluster_names=("split",),
         num_threads=2,
         thread_name="wg",
-        kernel_name="linear",
+        kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return kernel(*operands)[0]
+
+
+def _kernel(
+    x_ref,  # [T, K]
+    w_ref,  # [K, segments, F]
+    *refs,  # norm weight [K / 64, 64], bias [segments, F], residual [T, F] where there are any; then the outputs
+    fusions: Fusions,
+    params: Params,
+):
+    *optional, out_ref, part_ref = refs
+    norm_ref, bias_ref, residual_ref = fusions.split(optional)
+    segments, block_n = w_ref.shape[1], params.block_n
+    owned = x_ref.shape[0] // params.splits
+    layout = out_layout(owned, block_n)
+
+    def finish_block(rows, column, _):
+        columns = pl.ds(column, block_n)
+        residual = None
+        if residual_ref is not None:
+            residual = plgpu.load(residual_ref.at[rows, columns], layout=layout, optimized=False)
+        biases = [] if bias_ref is None else load_biases(bias_ref.at[:, columns], owned)
+
+        def write(read):
+            sums = [read(s, pl.ds(0, block_n), layout) for s in range(segments)]
+            out_ref.at[rows, columns][...] = finish(sums, biases, residual, fusions, out_ref.dtype)
+
+        return write
+
+    multiply(x_ref, w_ref, norm_ref, part_ref, finish_block, eps=fusions.eps, params=params)
+
+
+def run(operands: list[jax.Array], product: Product, fusions: Fusions, params: Params) -> jax.Array:
+    """[T, F] of x [T, K], the weight [K, segments, F] and what `_kernel` names."""
+    out = jax.ShapeDtypeStruct((product.rows, product.columns), operands[0].dtype)
+    body = functools.partial(_kernel, fusions=fusions, params=params)
+    return kernel(body, "linear", product, params, out)(*operands)[0]

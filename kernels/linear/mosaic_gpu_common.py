@@ -44,13 +44,16 @@ def single_registers() -> Any:
 
 
 @functools.cache
-def out_layout(rows: int, columns: int) -> Any:
-    """The output [rows, columns] in registers: a warp holds neighbours of a row, the warps rows and then columns."""
+def out_layout(rows: int, columns: int, *, whole_rows: bool = False) -> Any:
+    """The output [rows, columns] in registers: a warp holds neighbours of a row, the warps rows and then columns.
+
+    With `whole_rows` a row is one warp's, and warps without a row of their own hold that of another.
+    """
     warp_rows = math.gcd(WARPS, rows)
     warp_columns = WARPS // warp_rows
     fitting = [v for v in (4, 2, 1) if columns % (LANES * v * warp_columns) == 0]
     copies = 1
-    if not fitting:
+    if not fitting or whole_rows:
         fitting, copies, warp_columns = [v for v in (4, 2, 1) if columns % (LANES * v) == 0], warp_columns, 1
     width = LANES * fitting[0]
     tiling = ((warp_rows, warp_columns * width), (1, width), (fitting[0],))

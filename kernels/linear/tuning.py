@@ -81,15 +81,18 @@ class Params:
 
 
 @functools.cache
-def tuned_params(product: Product, *, device_kind: str = DEFAULT_DEVICE) -> Params | None:
+def tuned_params(product: Product, *, head_dim: int | None = None, device_kind: str = DEFAULT_DEVICE) -> Params | None:
     """Parameters from `tuned/`, or None where the kernel is not known to win.
 
-    The file has, for `<size>x<segments>x<columns>`, parameters by the largest number of rows that they serve.
+    The file has, for `<size>x<segments>x<columns>`, parameters by the largest number of rows that they serve; for a
+    projection that is fused with what it is for (`head_dim`), for `<size>x<segments>x<columns> in heads of <head_dim>`.
     """
     path = pathlib.Path(__file__).parent / "tuned" / f"{device_kind.lower().replace(' ', '_')}.json"
     if not path.exists() or product.rows % ROWS:
         return None
-    tuned = json.loads(path.read_text()).get(f"{product.size}x{product.segments}x{product.columns}", {})
+    key = f"{product.size}x{product.segments}x{product.columns}"
+    key += "" if head_dim is None else f" in heads of {head_dim}"
+    tuned = json.loads(path.read_text()).get(key, {})
     fitting = [int(rows) for rows in tuned if int(rows) >= product.rows]
     return Params(**tuned[str(min(fitting))]) if fitting else None
 
