@@ -41,7 +41,7 @@ class Host:
     Args:
       num_running: requests, all of which run at once.
       depth: steps in flight.
-      is_watched: every token is looked at, as for a stream or a text.
+      is_watched: every token is looked at, as for a stream or stop strings.
       block_size: tokens a block.
     """
 
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=2, help="steps in flight")
     parser.add_argument("--steps", type=int, default=500, help="steps to measure")
     parser.add_argument("--block-size", type=int, default=64, help="tokens a block")
-    parser.add_argument("--watched", action="store_true", help="look at every token, as for streams and texts")
+    parser.add_argument("--watched", action="store_true", help="look at every token, as for streams and stop strings")
     parser.add_argument("--one-by-one", action="store_true", help="without columns: go through the requests")
     args = parser.parse_args()
     if args.one_by_one:

@@ -114,18 +114,16 @@ class RunningTable:
 
     def check_integrity(self) -> None:
         """Asserts that every column says what the running requests say, and that other slots say nothing."""
-        slots = {request.slot: request for request in self}
-        assert sorted([*slots, *self._free_slots]) == list(range(len(self.owners))), "slots are lost"
-        assert self.slots.tolist() == list(slots), "another order"
-        for slot, owner in enumerate(self.owners):
-            assert owner is slots.get(slot), f"slot {slot} has another owner"
-            tenure = self.tenures[slot]
-            if owner is None:
-                assert tenure == -1, f"slot {slot} has a tenure but no owner"
-                assert not self._counts[:, slot].any(), f"slot {slot} has counts but no owner"
-                assert not self._derived[:, slot].any(), f"slot {slot} has lengths but no owner"
-                continue
-            assert owner.tenure == tenure, f"slot {slot} has another's tenure"
+        owners = {request.slot: request for request in self}
+        assert sorted([*owners, *self._free_slots]) == list(range(len(self.owners))), "slots are lost"
+        assert self.slots.tolist() == list(owners), "slots are in another order"
+        assert self.owners == [owners.get(slot) for slot in range(len(self.owners))], "slots have other owners"
+        free = self._free_slots
+        assert (self.tenures[free] == -1).all(), "a slot has a tenure but no owner"
+        assert not self._counts[:, free].any(), "a slot has counts but no owner"
+        assert not self._derived[:, free].any(), "a slot has lengths but no owner"
+        for slot, owner in owners.items():
+            assert owner.tenure == self.tenures[slot], f"slot {slot} has another's tenure"
             assert owner.counts is self._cells[slot], f"request {owner.request_id} counts elsewhere"
             derived = _derive(owner, self._block_size)
             assert self._derived[:, slot].tolist() == derived, f"columns of slot {slot} are not {derived}"

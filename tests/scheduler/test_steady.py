@@ -290,10 +290,13 @@ def test_a_failed_row_ends_alone():
 @pytest.mark.parametrize("column", ["num_tokens", "capacities", "max_lens", "last_tokens", "flags", "tenures"])
 def test_integrity_compares_columns_with_requests(column):
     steps = Steps(make())
-    slot = next(iter(steps.scheduler.running)).slot
-    getattr(steps.scheduler.running, column)[slot] += 1
-    with pytest.raises(AssertionError, match="slot"):
-        steps.scheduler.check_integrity()
+    values = getattr(steps.scheduler.running, column)
+    for slot in range(2):  # the request's, and one that nobody has
+        values[slot] += 1
+        with pytest.raises(AssertionError, match="slot"):
+            steps.scheduler.check_integrity()
+        values[slot] -= 1
+    steps.scheduler.check_integrity()
 
 
 def test_a_prompt_s_last_token_is_no_column_s_row():
