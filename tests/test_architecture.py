@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    {"generate", "interactive", "arguments"},
+    {"generate", "bench", "measure", "interactive", "arguments"},
     {"llm"},
     {"engine"},
     {"models", "scheduler"},
@@ -111,7 +111,7 @@ def test_files_are_short():
 
 
 def test_no_environment_is_read_while_running():
-    """Behaviour comes from arguments: only the user's cache folder and XLA's flags, which a command adds to, are read."""
+    """Behaviour comes from arguments: only the cache folder and XLA's flags are looked up."""
     readers = [path for path in source_files() if re.search(r"os.environ(?!.setdefault)|getenv", path.read_text())]
     assert [path.relative_to(ROOT).as_posix() for path in readers] == [
         "jaxinfer/arguments.py",

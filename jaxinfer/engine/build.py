@@ -20,6 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxinfer.batch import BatchLayout, DeviceShapes
 from jaxinfer.config import EngineConfig, Kernels, ModelConfig
 from jaxinfer.engine.buckets import BucketLadder
+from jaxinfer.engine.executables import ExecutableCache
 from jaxinfer.engine.kv_pool import make_caches
 from jaxinfer.engine.memory import Device, MemoryAccount, estimate_temporaries, size_pool
 from jaxinfer.engine.programs import Programs
@@ -62,7 +63,7 @@ def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: N
     with _blaming(checkpoint.path):
         model_config = parse_config(checkpoint.config, checkpoint.generation_config, config.hf_overrides)
         tokenizer = open_tokenizer(config, checkpoint)
-    _enable_compile_cache(config.compile_cache)
+    folder = _enable_compile_cache(config.compile_cache)
     device = jax.devices()[0]
     config = config.resolve(jax.default_backend(), model_config.max_position_embeddings)
     kernels = choose_kernels(config, model_config, device)
@@ -73,6 +74,10 @@ def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: N
         programs, account = _size(asked, model_config, model, ladder, device, needed, others)
         others = account.others
         config = dataclasses.replace(asked, max_model_len=programs.shapes.max_len, num_blocks=account.num_blocks)
+        if folder is not None and device.platform != "cpu":
+            flags = os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS")
+            sizes = programs.shapes, programs.caches[0], config.dtype, config.block_size
+            programs.saved = ExecutableCache(folder / "programs", (flags, model_config, kernels, sizes), device)
         keys = programs.keys(ladder.shapes) if config.warmup == "full" else []
         if keys:
             on_compile(len(keys), False)
@@ -252,13 +257,16 @@ def _cache_maker(config: EngineConfig, model_config: ModelConfig, num_blocks: in
     return lambda: make_caches(model_config, num_blocks, block_size, dtype)
 
 
-def _enable_compile_cache(setting: str | None) -> None:
-    """Turns on jax's persistent compilation cache, unless the user has set one up or does not want it."""
-    if setting is None or jax.config.jax_compilation_cache_dir is not None:
-        return
+def _enable_compile_cache(setting: str | None) -> Path | None:
+    """Turns on jax's persistent compilation cache, unless the user has set one up or does not want it; its folder."""
+    if setting is None:
+        return None
+    if jax.config.jax_compilation_cache_dir is not None:
+        return Path(jax.config.jax_compilation_cache_dir)
     if setting == "auto":
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         setting = str(root / "jaxinfer" / f"jax-{jax.__version__}")
     jax.config.update("jax_compilation_cache_dir", setting)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return Path(setting)

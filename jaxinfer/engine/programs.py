@@ -41,9 +41,11 @@ from jaxinfer.batch import (
     LogprobOutput,
     Rows,
     StepBuffers,
+    StepOutput,
     features_from_columns,
 )
 from jaxinfer.config import ModelConfig
+from jaxinfer.engine.executables import ExecutableCache
 from jaxinfer.layers import KVCache
 from jaxinfer.models import DenseModel
 from jaxinfer.sampling import raw_logprobs, sample_full, sample_plain
@@ -110,6 +112,7 @@ class Programs:
         self.features = jax.eval_shape(shapes.zero_features)
         self._compiled: dict[Key, Callable[..., Any]] = {}
         self._lock = threading.Lock()
+        self.saved: ExecutableCache | None = None  # where compiled programs are found and kept
 
     # -- access -----------------------------------------------------------------------------------
 
@@ -142,12 +145,17 @@ class Programs:
     def _compile(self, key: Key) -> None:
         start = time.perf_counter()
         function, donated, arguments = self._describe(key)
-        compiled = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*arguments).compile()
+        name, results = "-".join(map(str, key)), self._results(key, arguments)
+        compiled = None if self.saved is None else self.saved.load(name, arguments, results)
+        if compiled is None:
+            compiled = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*arguments).compile()
+            if self.saved is not None:
+                self.saved.store(name, compiled, results)
         with self._lock:
             self._compiled[key] = compiled
             self.stats.num_programs += 1
             self.stats.seconds += time.perf_counter() - start
-            self.stats.names.append("-".join(map(str, key)))
+            self.stats.names.append(name)
 
     def temporary_bytes(self, key: Key) -> int:
         """Device memory that a program needs beside its arguments and aliased results."""
@@ -209,6 +217,23 @@ class Programs:
                 ints = jax.ShapeDtypeStruct((PROMPT_ROWS,), jnp.int32)
                 return self._prompt_logprobs, (), (self.weights, hidden, ints, ints)
         raise KeyError(key)
+
+    @staticmethod
+    def _results(key: Key, arguments: tuple[Any, ...]) -> Any:
+        """A pytree of the structure of a program's results."""
+        logprobs = LogprobOutput(*[0] * 4)  # pyright: ignore[reportArgumentType]
+        match key[0]:
+            case "step":
+                return arguments[1:4]
+            case "plain":
+                return arguments[0], StepOutput(0, None)  # pyright: ignore[reportArgumentType]
+            case "full":
+                return *arguments[:2], StepOutput(0, logprobs)  # pyright: ignore[reportArgumentType]
+            case "admit":
+                return arguments[:2]
+            case "prompt":
+                return logprobs
+        return arguments[0]  # stage, features, copy
 
     def staged(self, least: int = 0) -> jax.ShapeDtypeStruct:
         """Where a step finds its plan: one place for all buckets."""
