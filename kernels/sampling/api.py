@@ -14,14 +14,23 @@ from jaxinfer.kernels.sampling.reference import Slots
 IMPLEMENTATIONS = ("mosaic_gpu", "reference")
 
 
-def choose(platform: str, *, compute_capability: str) -> str:
-    """The fastest implementation: Hopper's kernels there, the reference elsewhere.
+def choose(platform: str, *, compute_capability: str, vocab: int = 0) -> str:
+    """The fastest implementation: Hopper's kernels where they can, else the reference.
 
     Args:
       platform: "cpu", "gpu" or "tpu".
       compute_capability: of the GPU, such as "9.0".
+      vocab: V, or 0 where it is surely not beyond what the kernels take.
     """
-    return "mosaic_gpu" if platform == "gpu" and compute_capability == "9.0" else "reference"
+    if platform == "gpu" and compute_capability == "9.0":
+        from jaxinfer.kernels.sampling import mosaic_gpu
+
+        try:
+            mosaic_gpu.check_supported(vocab)
+        except NotImplementedError:
+            return "reference"
+        return "mosaic_gpu"
+    return "reference"
 
 
 @partial(jax.jit, static_argnames=("implementation",))

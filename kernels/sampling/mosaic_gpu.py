@@ -7,20 +7,34 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.kernels.sampling.mosaic_gpu_common import MIN_VOCAB, TILE
+from jaxinfer.kernels.sampling.mosaic_gpu_common import BLOCK, MIN_VOCAB, TILE
 from jaxinfer.kernels.sampling.mosaic_gpu_cuts import CutsParams, pick_with_cuts
 from jaxinfer.kernels.sampling.mosaic_gpu_pick import pick
 from jaxinfer.kernels.sampling.mosaic_gpu_slots import sample_and_advance
 from jaxinfer.kernels.sampling.mosaic_gpu_tiles import TilesParams, reduce_tiles
 from jaxinfer.kernels.sampling.reference import Slots
 
+MAX_VOCAB = BLOCK * TILE * TILE  # the maxima of all tiles are a block of shared memory
+
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """Tuning of both kernels."""
+    """Tuning of the kernels; without `cuts` by the number of rows."""
 
     tiles: TilesParams = dataclasses.field(default_factory=TilesParams)
-    cuts: CutsParams = dataclasses.field(default_factory=CutsParams)
+    cuts: CutsParams | None = None
+
+    def cuts_of(self, num_rows: int) -> CutsParams:
+        """As much shared memory as leaves every row a place on the device."""
+        if self.cuts is not None:
+            return self.cuts
+        return CutsParams(num_stages=6 if num_rows <= self.tiles.num_sms else 3)
+
+
+def check_supported(vocab: int) -> None:
+    """Raises NotImplementedError, with the value, for what the kernels cannot do."""
+    if vocab > MAX_VOCAB:
+        raise NotImplementedError(f"{vocab} logits a row: at most {MAX_VOCAB}")
 
 
 def sample(
@@ -35,7 +49,9 @@ def sample(
     params: Params = Params(),
 ) -> jax.Array:
     """See `api.sample`. Rows that are no whole tiles are copied to be so, which costs two more passes."""
-    vocab, tiles = logits.shape[1], _as_tiles(logits)
+    vocab = logits.shape[1]
+    check_supported(vocab)
+    tiles = _as_tiles(logits)
     is_cut = not (min_p is None and top_k is None and top_p is None)
     known = reduce_tiles(tiles, temperature, params=params.tiles, with_seconds=is_cut)
     rows = (temperature, seeds, positions)
@@ -47,7 +63,7 @@ def sample(
         jnp.full(shape, off, jnp.int32) if top_k is None else jnp.where(top_k < vocab, jnp.maximum(top_k, 1), off),
         jnp.ones(shape) if top_p is None else top_p,
     )
-    return pick_with_cuts(tiles, known, rows, cuts, params=params.cuts)
+    return pick_with_cuts(tiles, known, rows, cuts, params=params.cuts_of(tiles.shape[0]))
 
 
 def sample_slots(
@@ -60,6 +76,7 @@ def sample_slots(
     params: Params = Params(),
 ) -> tuple[jax.Array, Slots]:
     """See `api.sample_slots`: one kernel, nothing beside it."""
+    check_supported(logits.shape[1])
     tiles = _as_tiles(logits)
     return sample_and_advance(tiles, (slot_ids, samples, num_tokens), slots, params=params.tiles)
 

@@ -26,7 +26,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.kernels.sampling.mosaic_gpu_common import BLOCK, INF, NO_ID, TILE, Entries, RowShape, strided
 
-GROUP = 8  # tiles that are awaited together while gathering
 STREAMING = np.int32(-1)
 
 
@@ -35,11 +34,16 @@ class CutsParams:
     """Tuning: blocks of 32 KiB of shared memory a CTA, and the tiles that a pass takes at a time."""
 
     num_stages: int = 3
-    slice_tiles: int = 4
+    slice_tiles: int = 8
 
     @property
     def num_slots(self) -> int:
         return self.num_stages * BLOCK
+
+    @property
+    def group_tiles(self) -> int:
+        """Tiles that are awaited together while gathering: there are at most 32 barriers for it."""
+        return 8 if self.num_slots <= 256 else 16
 
 
 def scratch(shape: RowShape, params: CutsParams) -> dict[str, Any]:
@@ -49,7 +53,7 @@ def scratch(shape: RowShape, params: CutsParams) -> dict[str, Any]:
         "logits": plgpu.SMEM((params.num_slots, TILE), jnp.float32),
         "slot_tiles": plgpu.SMEM((num_counts,), jnp.int32),
         "counts": plgpu.SMEM((num_counts,), jnp.int32),
-        "gathered": plgpu.Barrier(num_arrivals=GROUP, num_barriers=params.num_slots // GROUP),
+        "gathered": plgpu.Barrier(num_arrivals=params.group_tiles, num_barriers=params.num_slots // params.group_tiles),
         "streamed": plgpu.Barrier(num_barriers=params.num_stages),
     }
 
@@ -80,7 +84,8 @@ class Memory:
     @property
     def capacity(self) -> int:
         """Deep tiles that fit, in whole groups."""
-        return (self._params.num_slots - self._shape.entry_rows) // GROUP * GROUP
+        size = self._params.group_tiles
+        return (self._params.num_slots - self._shape.entry_rows) // size * size
 
     def gather(self, entries: Entries, is_deep: jax.Array, count: jax.Array) -> None:
         """Copies the `count` deep tiles and the maxima of the others."""
@@ -96,8 +101,8 @@ class Memory:
         plgpu.commit_smem()
 
         def copy(group: jax.Array, _: None) -> None:
-            for i in range(GROUP):
-                number = group * GROUP + i
+            for i in range(size):
+                number = group * size + i
                 tile = jnp.where(number < count, slot_tiles[first + number], last)
                 source = self._tiles_ref.at[self._index, tile]
                 plgpu.copy_gmem_to_smem(source, self._logits.at[first + number], ready.at[group])
@@ -105,7 +110,8 @@ class Memory:
         def wait(group: jax.Array, _: None) -> None:
             plgpu.barrier_wait(ready.at[group])
 
-        groups = pl.cdiv(count, GROUP)
+        size = self._params.group_tiles
+        groups = pl.cdiv(count, size)
         lax.fori_loop(0, groups, copy, None)
         lax.fori_loop(0, groups, wait, None)
         self._clear(first + count, pl.cdiv(first + count, self._params.slice_tiles) * self._params.slice_tiles)

@@ -10,11 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
+from numpy_sampler import process
 
-from jaxinfer.kernels.sampling import arg_specs, mosaic_gpu, mosaic_gpu_memory, mosaic_gpu_tiles, reference
+from jaxinfer.core import SamplingParams
+from jaxinfer.kernels.sampling import arg_specs, choose, mosaic_gpu, mosaic_gpu_memory, mosaic_gpu_tiles, reference
 from jaxinfer.kernels.sampling.arg_specs import Inputs, Spec
 from jaxinfer.kernels.sampling.mosaic_gpu_common import RowShape
 
@@ -105,6 +109,16 @@ def test_slots_are_advanced_in_place(num_ctas: int) -> None:
     assert got[1].last_tokens.tolist()[3:] == [103, 0]
 
 
+def test_says_what_it_cannot_do() -> None:
+    logits = jax.ShapeDtypeStruct((1, 2**20 + 1), jnp.float32)
+    with pytest.raises(NotImplementedError, match="1048577 logits a row"):
+        mosaic_gpu.sample(logits, None, None, None)
+    assert choose("gpu", compute_capability="9.0", vocab=151936) == "mosaic_gpu"
+    assert choose("gpu", compute_capability="9.0", vocab=2**20 + 1) == "reference"
+    assert choose("gpu", compute_capability="8.0", vocab=151936) == "reference"
+    assert choose("cpu", compute_capability="", vocab=151936) == "reference"
+
+
 def test_every_block_has_a_cta() -> None:
     for num_rows, num_tiles, num_ctas in ((1, 1187, 19), (3, 1187, 7), (256, 384, 264), (5, 64, 5)):
         shares = mosaic_gpu_tiles.Shares(num_rows, RowShape(num_tiles), num_ctas)
@@ -112,6 +126,28 @@ def test_every_block_has_a_cta() -> None:
         assert found == list(range(num_rows * RowShape(num_tiles).num_blocks))
         owners = np.asarray(shares.cta(jnp.arange(len(found), dtype=jnp.int32)))
         np.testing.assert_array_equal(np.bincount(owners), [int(shares.count(c)) for c in range(num_ctas)])
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    vocab=st.sampled_from([200, V, 128 * 128]),
+    temperature=st.sampled_from([0.5, 1.0, 4.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3]),
+    top_k=st.sampled_from([0, 1, 3, 60, 1000]),
+    top_p=st.sampled_from([0.2, 0.9, 0.999, 1.0]),
+    levels=st.sampled_from([1, 8, None]),
+    peak=st.sampled_from([0.0, 6.0]),
+    seed=st.integers(0, 10**6),
+)
+def test_a_row_of_any_kind(vocab, temperature, min_p, top_k, top_p, levels, peak, seed) -> None:
+    """The reference's token, and one that plain sorting in NumPy keeps."""
+    cuts = {"min_p": (min_p,), "top_k": (top_k or vocab,), "top_p": (top_p,)}
+    inputs = arg_specs.make_inputs(Spec(1, vocab, (temperature,), **cuts, levels=levels, peak=peak), seed=seed)
+    tokens = run(inputs)
+    assert_same(inputs, tokens)
+    params = SamplingParams(temperature=temperature, min_p=min_p, top_k=top_k, top_p=min(top_p + 1e-5, 1.0))
+    assert np.isfinite(process(np.asarray(inputs.logits[0]), params, [], [])[tokens[0]])
 
 
 @pytest.mark.slow
