@@ -9,6 +9,7 @@ e4m3 exactly (Hopper converts to f16 only):
     V tile       TMA ........         | convert | TMA of the next ........  | convert | ...
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -22,6 +23,8 @@ from jaxinfer.kernels.paged_attention import mosaic_gpu_prefill_items as item_li
 from jaxinfer.kernels.paged_attention.mosaic_gpu_common import copy_layout, copy_rows, zero_rows_outside
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_memory import Layer, Memory
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_plan import CONSUMERS, ROWS
+
+MAX_PAGES_AHEAD = 4
 
 
 def load_items(
@@ -54,9 +57,7 @@ def load_items(
                 queries.at[buffer, consumer],
                 memory.q_ready.at[buffer],
             )
-        done = load_keys(
-            k_ref, v_ref, functools.partial(_page_ids, block_tables_ref, row, item, layer), item, done, layer, memory
-        )
+        done = load_keys(k_ref, v_ref, _Pages(block_tables_ref, row, item, layer), done, memory)
         return i + 1, done, items.deal(i + 1, claims, memory.claimed)
 
     zero = jnp.int32(0)
@@ -84,11 +85,24 @@ def _drain(count: jax.Array, done: jax.Array, layer: Layer, memory: Memory) -> N
     lax.fori_loop(jnp.maximum(count - q_buffers + 1, 0), count, drain_q, None)
 
 
-def _page_ids(block_tables_ref: Any, row: jax.Array, item: item_lists.Item, layer: Layer, step: jax.Array) -> tuple:
-    """Block ids of a step's copies; past the row's end its last real block again."""
-    last = (item.seq_len - 1) // layer.block_size
-    tokens = [step * layer.params.block_kv + i * layer.copy_tokens for i in range(layer.num_copies)]
-    return tuple(block_tables_ref[row, jnp.minimum(token // layer.block_size, last)] for token in tokens)
+@dataclasses.dataclass(frozen=True)
+class _Pages:
+    """Block ids of an item's steps. They are read a step ahead, if they are not too many for the registers."""
+
+    block_tables_ref: Any
+    row: jax.Array
+    item: item_lists.Item
+    layer: Layer
+
+    def read(self, step: jax.Array) -> tuple:
+        """Block ids of a step's copies; past the row's end its last real block again."""
+        block_size, block_kv = self.layer.block_size, self.layer.params.block_kv
+        step, last = jnp.minimum(step, self.item.end_step - 1), (self.item.seq_len - 1) // block_size
+        tokens = [step * block_kv + i * self.layer.copy_tokens for i in range(self.layer.num_copies)]
+        return tuple(self.block_tables_ref[self.row, jnp.minimum(token // block_size, last)] for token in tokens)
+
+    def read_ahead(self, step: jax.Array) -> tuple:
+        return self.read(step) if self.layer.num_copies <= MAX_PAGES_AHEAD else ()
 
 
 def _used_keys(item: item_lists.Item, step: jax.Array, layer: Layer) -> tuple:
@@ -110,14 +124,14 @@ def _copy_tile(
     barrier: Any,
     *,
     layer: Layer,
-    pages: tuple,
+    ids: tuple,
     head: jax.Array,
     step: jax.Array,
     **options: Any,
 ) -> None:
     block_kv, block_size = layer.params.block_kv, layer.block_size
     offset = lax.rem(step * block_kv, block_size) if block_size > block_kv else 0
-    for i, page in enumerate(pages):
+    for i, page in enumerate(ids):
         plgpu.copy_gmem_to_smem(
             source.at[page, head, pl.ds(offset, layer.copy_tokens)],
             smem.at[pl.ds(i * layer.copy_tokens, layer.copy_tokens)],
@@ -126,16 +140,17 @@ def _copy_tile(
         )
 
 
-def _load_directly(k_ref, v_ref, page_ids, item, done, layer: Layer, memory: Memory) -> jax.Array:
-    """K and V tiles of an item, 16-bit caches. The page ids of a step are read during the step before."""
+def _load_directly(k_ref: Any, v_ref: Any, pages: _Pages, done: jax.Array, memory: Memory) -> jax.Array:
+    """K and V tiles of an item, 16-bit caches."""
+    item, layer = pages.item, pages.layer
     stages, head = layer.params.num_stages, item.head // layer.group
     options = {} if layer.params.ctas == 1 else {"collective_axes": "rank"}
 
     def load_step(step, carry):
-        done, pages = carry
+        done, ids = carry
         slot = lax.rem(done, stages)
-        next_pages = page_ids(jnp.minimum(step + 1, item.end_step - 1))
-        copy = functools.partial(_copy_tile, layer=layer, pages=pages, head=head, step=step, **options)
+        ids, next_ids = ids or pages.read(step), pages.read_ahead(step + 1)
+        copy = functools.partial(_copy_tile, layer=layer, ids=ids, head=head, step=step, **options)
         _await_free(memory.k_free, slot, done, stages)
         copy(k_ref, memory.k.at[slot], memory.k_ready.at[slot])
         _await_free(memory.v_free, slot, done, stages)
@@ -151,13 +166,15 @@ def _load_directly(k_ref, v_ref, page_ids, item, done, layer: Layer, memory: Mem
             for _ in range(layer.num_copies):
                 plgpu.barrier_arrive(memory.v_ready.at[slot])
 
-        return done + 1, next_pages
+        return done + 1, next_ids
 
-    return lax.fori_loop(item.first_step, item.end_step, load_step, (done, page_ids(item.first_step)))[0]
+    init = (done, pages.read_ahead(item.first_step))
+    return lax.fori_loop(item.first_step, item.end_step, load_step, init)[0]
 
 
-def _load_converted(k_ref, v_ref, page_ids, item, done, layer: Layer, memory: Memory) -> jax.Array:
+def _load_converted(k_ref: Any, v_ref: Any, pages: _Pages, done: jax.Array, memory: Memory) -> jax.Array:
     """K and V tiles of an item, fp8 caches."""
+    item, layer = pages.item, pages.layer
     stages, head = layer.params.num_stages, item.head // layer.group
     copy = functools.partial(_copy_tile, layer=layer, head=head)
     tensors = (
@@ -166,9 +183,9 @@ def _load_converted(k_ref, v_ref, page_ids, item, done, layer: Layer, memory: Me
     )
 
     def load_step(step, carry):
-        done, next_pages = carry
+        done, next_ids = carry
         slot = lax.rem(done, stages)
-        following = page_ids(jnp.minimum(step + 2, item.end_step - 1))
+        next_ids, following = next_ids or pages.read(step + 1), pages.read_ahead(step + 2)
         for i, (source, raw, smem, ready, free) in enumerate(tensors):
             plgpu.barrier_wait(memory.raw_ready.at[i])
             _await_free(free, slot, done, stages)
@@ -181,14 +198,14 @@ def _load_converted(k_ref, v_ref, page_ids, item, done, layer: Layer, memory: Me
 
             @pl.when(step + 1 < item.end_step)
             def _(i=i, source=source, raw=raw):
-                copy(source, raw, memory.raw_ready.at[i], pages=next_pages, step=step + 1)
+                copy(source, raw, memory.raw_ready.at[i], ids=next_ids, step=step + 1)
 
         return done + 1, following
 
-    pages = page_ids(item.first_step)
+    ids = pages.read(item.first_step)
     for i, (source, raw, *_) in enumerate(tensors):
-        copy(source, raw, memory.raw_ready.at[i], pages=pages, step=item.first_step)
-    init = (done, page_ids(jnp.minimum(item.first_step + 1, item.end_step - 1)))
+        copy(source, raw, memory.raw_ready.at[i], ids=ids, step=item.first_step)
+    init = (done, pages.read_ahead(item.first_step + 1))
     return lax.fori_loop(item.first_step, item.end_step, load_step, init)[0]
 
 
