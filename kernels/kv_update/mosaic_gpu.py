@@ -16,7 +16,6 @@ The bound is bytes: each row in and out once.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +31,6 @@ VECTOR_BYTES = 16
 FP8 = jnp.float8_e4m3fn
 FP8_MAX = 448.0
 ROW_DTYPES = (jnp.bfloat16, jnp.float16)
-COPY_TOKENS = 1
-"""Tokens of a block of `kv_update`."""
 MAX_ELEMENTS = 96
 """Elements a thread holds; a token with more is cut at its KV heads."""
 
@@ -65,9 +62,8 @@ def kv_update(
     check_supported(k, k_cache)
     scales = _scales(k_scale, v_scale)
     k_ref, v_ref = jax.new_ref(k_cache), jax.new_ref(v_cache)
-    tokens = math.gcd(k.shape[0], COPY_TOKENS)
-    body = functools.partial(_copy_kernel, tokens=tokens, has_scales=bool(scales))
-    _kernel(body, "kv_update", k.shape[0] // tokens, 1)(k, v, slot_mapping, *scales, k_ref, v_ref)
+    body = functools.partial(_copy_kernel, has_scales=bool(scales))
+    _kernel(body, "kv_update", k.shape[0], 1)(k, v, slot_mapping, *scales, k_ref, v_ref)
     return jax.freeze(k_ref), jax.freeze(v_ref)
 
 
@@ -297,21 +293,19 @@ def _copy_kernel(
     v,
     slots,  # int32 [T]
     *refs,  # scales [1] of k and v, where there are any; caches
-    tokens: int,
     has_scales: bool,
 ) -> None:
     *optional, k_cache, v_cache = refs
     k_scale, v_scale = _optional(optional, has_scales)
     heads = _Heads(k.shape[1:], _layout(k.shape[1:], jnp.dtype(k.dtype).itemsize))
-    first = lax.axis_index("token") * tokens
-    numbers = [first + i for i in range(tokens)]
-    rows = [(heads.load(k.at[token]), heads.load(v.at[token])) for token in numbers]
-    # The compiler would load rows only when their slot is known, if the slot were known before the barrier.
-    ready = [lax.optimization_barrier(slots[token]) for token in numbers]
-    for slot, pair in zip(ready, rows, strict=True):
+    token = lax.axis_index("token")
+    rows = heads.load(k.at[token]), heads.load(v.at[token])
+    # Behind the barrier, or rows would be loaded only when their slot is known. Not the rows themselves: the barrier
+    # of jax 0.11.2 returns arrays of 16 bits with several registers in another order.
+    slot = lax.optimization_barrier(slots[token])
 
-        def write(block: jax.Array, offset: jax.Array, pair: Any = pair) -> None:
-            for x, cache, scale in zip(pair, (k_cache, v_cache), (k_scale, v_scale), strict=True):
-                cache[block, :, offset] = _to_cache(x, cache.dtype, scale)
+    def write(block: jax.Array, offset: jax.Array) -> None:
+        for x, cache, scale in zip(rows, (k_cache, v_cache), (k_scale, v_scale), strict=True):
+            cache[block, :, offset] = _to_cache(x, cache.dtype, scale)
 
-        _in_slot(slot, k_cache.shape[2], write)
+    _in_slot(slot, k_cache.shape[2], write)

@@ -1,0 +1,91 @@
+"""Whole engine steps, compiled ahead of time for a device that is not there."""
+
+from __future__ import annotations
+
+import collections
+import re
+
+import jax
+
+from jaxinfer.batch import BatchShape, DeviceShapes
+from jaxinfer.config import Kernels, ModelConfig, RopeConfig
+from jaxinfer.engine.programs import Programs
+from jaxinfer.models import build_model
+
+QWEN3_8B = {
+    "architecture": "Qwen3ForCausalLM",
+    "vocab_size": 4096,  # of 151,936: the head is compiled sooner, and layers do not know it
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope": RopeConfig(theta=1e6),
+    "tie_word_embeddings": False,
+    "has_qk_norm": True,
+}
+
+
+def compile_step(
+    sharding: jax.sharding.Sharding,
+    shape: BatchShape,
+    kernels: Kernels,
+    *,
+    num_layers: int = 2,
+    num_blocks: int = 2000,
+    cache_dtype: str = "bfloat16",
+) -> tuple[jax.stages.Compiled, jax.ShapeDtypeStruct]:
+    """A step of a model of Qwen3-8B's sizes in bfloat16, and the shape of one of its caches."""
+    config = ModelConfig(num_layers=num_layers, **QWEN3_8B)
+    model = build_model(config, "bfloat16", kernels)  # pyright: ignore[reportArgumentType]
+    sizes = DeviceShapes(256, config.max_position_embeddings // shape.block_size, 4096, config.vocab_size)
+    programs = Programs(
+        model,
+        config,
+        sizes,
+        num_blocks=num_blocks,
+        block_size=shape.block_size,
+        dtype="bfloat16",
+        cache_dtype=cache_dtype,
+    )
+    function, donated, arguments = programs._describe(programs.step_key(shape))
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    return jax.jit(function, donate_argnums=donated).lower(*placed).compile(), programs.caches[0][0]
+
+
+def check_in_place(compiled: jax.stages.Compiled, cache: jax.ShapeDtypeStruct, *, num_layers: int = 2) -> None:
+    """Every cache is where it was, nothing of a cache's size is made beside them, no instruction copies one."""
+    cache_bytes = cache.size * cache.dtype.itemsize
+    analysis = compiled.memory_analysis()
+    assert analysis.alias_size_in_bytes >= 2 * num_layers * cache_bytes
+    assert analysis.temp_size_in_bytes < cache_bytes
+    dims = f"[{','.join(map(str, cache.shape))}]"
+    text = (line.split(", metadata=")[0] for line in compiled.as_text().splitlines())
+    assert not [line for line in text if re.search(r" copy(-start)?\(", line) and dims in line]
+
+
+def count_kernels(compiled: jax.stages.Compiled) -> collections.Counter[str]:
+    """What the entry computation launches: fusions, products, kernels by name."""
+    text = compiled.as_text()
+    entry = text[text.index("\nENTRY ") :]
+    counts: collections.Counter[str] = collections.Counter()
+    for line in entry[: entry.index("\n}")].splitlines():
+        found = re.search(r" (fusion|custom-call|copy|dot|convolution|sort|while|scatter|gather|reduce)\(", line)
+        if found is None:
+            continue
+        name = re.search(r'custom_call_target="([^"]+)"', line)
+        counts[name.group(1) if name else found.group(1)] += 1
+    return counts
+
+
+def added_by_a_layer(
+    sharding: jax.sharding.Sharding, shape: BatchShape, kernels: Kernels, num_blocks: int
+) -> dict[str, int]:
+    """What a second layer launches."""
+    two, one = (
+        count_kernels(compile_step(sharding, shape, kernels, num_layers=layers, num_blocks=num_blocks)[0])
+        for layers in (2, 1)
+    )
+    return {name: two[name] - one[name] for name in sorted(two) if two[name] != one[name]}
