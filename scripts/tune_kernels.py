@@ -77,11 +77,14 @@ class Task:
         return arg_specs.prefill(1, 4096, head_dim=self.head_dim, **cache)
 
     def candidates(self, num_sms: int) -> list[Params]:
+        """The ones in use first, so that a search cut short does not choose worse ones."""
         tuned = mosaic_gpu.tuned_params(self.head_dim, is_fp8=self.is_fp8)
         if self.op == "decode":
             found = decode_candidates(self.head_dim, self.spec.kv_dtype.itemsize, num_sms)
-            return [dataclasses.replace(tuned, decode=params) for params in found]
-        return [dataclasses.replace(tuned, prefill=params) for params in prefill_candidates(self.head_dim, num_sms)]
+            others = [dataclasses.replace(tuned, decode=params) for params in found]
+        else:
+            others = [dataclasses.replace(tuned, prefill=x) for x in prefill_candidates(self.head_dim, num_sms)]
+        return [tuned, *(params for params in others if params != tuned)]
 
 
 def tune(task: Task, num_sms: int, deadline: float) -> dict | None:
@@ -126,7 +129,8 @@ def tune_attention(path: pathlib.Path, words: list[str], num_sms: int, deadline:
         share = (deadline - now) / (len(tasks) - number)
         best = tune(task, num_sms, now + share)
         if best is not None:
-            table.setdefault(task.key, {})[task.op] = best
+            entry = table.setdefault(task.key, {})
+            entry[task.op] = entry.get(task.op, {}) | best
             write(path, table)
 
 

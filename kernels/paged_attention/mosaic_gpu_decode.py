@@ -3,6 +3,7 @@
 The plan is in `mosaic_gpu_decode_plan.py`, the kernel in `mosaic_gpu_decode_kernel.py`.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -17,6 +18,8 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_plan import DecodeParams
 
 MIN_GROUP = 8  # smallest wgmma N
 MAX_GROUP = 32
+MAX_SMEM = 227 * 1024  # of a CTA
+SMEM_RESERVE = 3 * 1024  # barriers and the scratch of reductions
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 
 
@@ -36,6 +39,14 @@ def check_decode_supported(
         raise NotImplementedError(f"block_size {block_size} with tiles of {params.block_kv} tokens")
 
 
+def fitting_stages(params: DecodeParams, *, head_dim: int, padded_group: int, itemsize: int) -> int:
+    """`params.num_stages`, or as many as shared memory has room for beside a large group."""
+    tile, queries = params.block_kv * head_dim, padded_group * head_dim * 2
+    widened = 2 * tile * 2 if itemsize == 1 else 0
+    fixed = widened + 5 * queries + padded_group * params.block_kv * 2 + SMEM_RESERVE
+    return max(2, min(params.num_stages, (MAX_SMEM - fixed) // (2 * tile * itemsize)))
+
+
 def decode_attention(
     q: jax.Array,  # [T, H, D]
     k_cache: jax.Array,  # [N, KVH, BS, D]
@@ -51,9 +62,12 @@ def decode_attention(
 ) -> jax.Array:
     """Attention of the batch's decode rows [T, H, D]; tokens past the batch are 0, other rows' undefined."""
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, params = plan.num_kv_heads, plan.params
+    num_kv_heads = plan.num_kv_heads
     group = num_heads // num_kv_heads
     padded_group = pl.cdiv(group, MIN_GROUP) * MIN_GROUP
+    itemsize = k_cache.dtype.itemsize
+    stages = fitting_stages(plan.params, head_dim=head_dim, padded_group=padded_group, itemsize=itemsize)
+    params = dataclasses.replace(plan.params, num_stages=stages)
 
     q = pad_rows(q.reshape(-1, head_dim), multiple=TILE_ROWS)
     operands = [q, k_cache, v_cache, block_tables, plan.row_info, plan.cta_work]

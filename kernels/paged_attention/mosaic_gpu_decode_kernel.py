@@ -47,7 +47,8 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu_common import (
 )
 from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_plan import DecodeParams, walk
 
-MERGE_UNROLL = 4  # partial results in flight while merging; 2 where registers are few
+MERGE_UNROLL = 4  # partial results in flight while merging, if registers allow
+MERGE_REGISTERS = 64  # of a thread, for these
 F16_MAX = 65504.0
 
 
@@ -105,8 +106,9 @@ def decode_kernel(
     is_quantised = k_ref.dtype != q_ref.dtype
     dtype = jnp.float16 if is_quantised else k_ref.dtype  # of the products' operands
     keys_in_registers = is_quantised and params.keys_in_registers and block_kv == 64 and head_dim % 32 == 0
-    merge_unroll = MERGE_UNROLL // 2 if keys_in_registers else MERGE_UNROLL
     padded_group = part_out_ref.shape[-1]
+    room = MERGE_REGISTERS // (4 if is_quantised else 1)
+    merge_unroll = max(1, min(MERGE_UNROLL, room // (part_out_ref.shape[1] * padded_group // 128)))
     # TMA cannot swizzle groups that straddle the tiles of a swizzle, nor convert.
     is_staged = is_quantised or (group % TILE_ROWS != 0 and TILE_ROWS % group != 0)
     copy_tokens = min(block_size, block_kv)
@@ -212,8 +214,9 @@ def decode_kernel(
                 """An fp8 tile as f16 where wgmma reads it; the tile is free then."""
                 plgpu.barrier_wait(ready.at[slot])
                 itemsize = jnp.dtype(dtype).itemsize
-                rows, layout = copy_rows(head_dim, itemsize), copy_layout(head_dim, itemsize)
-                for row in range(0, block_kv, rows):  # little at a time, for the registers' sake
+                layout = copy_layout(head_dim, itemsize)
+                rows = copy_rows(head_dim, itemsize) if keys_in_registers else block_kv  # registers are few beside keys
+                for row in range(0, block_kv, rows):
                     values = plgpu.load(tiles.at[slot, pl.ds(row, rows)], layout=layout)
                     whole[pl.ds(row, rows)] = values.astype(whole.dtype)
                 plgpu.commit_smem()

@@ -42,7 +42,7 @@ class DecodeParams:
     ctas_per_sm: int = 2
     min_share: int = 1
     num_sms: int = 132
-    keys_in_registers: bool = True
+    keys_in_registers: bool = False
 
     def __post_init__(self) -> None:
         if self.block_kv % 64 or self.block_kv <= 0:

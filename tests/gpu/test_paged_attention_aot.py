@@ -25,33 +25,44 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description
 # ptxas keeps a few addresses of barriers, which overflow the uniform registers, on the stack; they are read
 # between items, never in the loop over keys.
 COLD_SPILLS = {"paged_decode": 0, "paged_prefill": 48}
+FP8 = jnp.float8_e4m3fn
+OPTIONS = [
+    {},
+    {"block_size": 16, "window": 1000, "softcap": 30.0},
+    {"block_size": 256, "num_heads": 8, "dtype": jnp.float16},
+    {"num_heads": 24},
+    {"num_heads": 32, "num_kv_heads": 1},
+]
 
 
 @pytest.mark.parametrize("head_dim", mosaic_gpu.HEAD_DIMS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"block_size": 16, "window": 1000, "softcap": 30.0},
-        {"block_size": 256, "num_heads": 8, "dtype": jnp.float16},
-        {"num_heads": 24},
-        {"num_heads": 32, "num_kv_heads": 1},
-    ],
-    ids=str,
-)
-def test_compiles_without_spills(
-    head_dim: int, options: dict, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[-1]], ids=str)
+def test_fp8_decode_compiles(
+    options: dict, head_dim: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    compile_step(head_dim=head_dim, cache_dtype=FP8, max_query_len=1, **options)
+    check_report(capfd.readouterr().out, {"paged_decode"})
+
+
+@pytest.mark.parametrize("head_dim", mosaic_gpu.HEAD_DIMS)
+@pytest.mark.parametrize("options", [OPTIONS[0], {"cache_dtype": FP8}, *OPTIONS[1:]], ids=str)
+def test_mixed_step_compiles(
+    options: dict, head_dim: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     compile_step(head_dim=head_dim, **options)
-    report = capfd.readouterr().out
+    check_report(capfd.readouterr().out, {"paged_decode", "paged_prefill"})
+
+
+def check_report(report: str, kernels: set[str]) -> None:
     print(report)
     spills = re.findall(
         r"Function properties for (paged_\w+?)_mosaic_gpu_kernel.*?(\d+) bytes spill stores",
         report,
         re.DOTALL,
     )
-    assert {name for name, _ in spills} == set(COLD_SPILLS)
+    assert {name for name, _ in spills} == kernels
     for name, stored in spills:
         assert int(stored) <= COLD_SPILLS[name]
 
@@ -65,14 +76,17 @@ def compile_step(
     window: int | None = None,
     softcap: float | None = None,
     dtype: jnp.dtype = jnp.bfloat16,
+    cache_dtype: jnp.dtype | None = None,
     num_tokens: int = 512,
     num_rows: int = 64,
+    max_query_len: int | None = None,
 ) -> None:
-    """A mixed step: plan and both kernels."""
+    """A step of a layer: its plan and the decode kernel, or both kernels where rows may have several tokens."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     shape = partial(jax.ShapeDtypeStruct, sharding=sharding)
-    cache = shape((200, num_kv_heads, block_size, head_dim), dtype)
+    cache = shape((200, num_kv_heads, block_size, head_dim), cache_dtype or dtype)
+    scales = {} if cache_dtype is None else {name: shape((), jnp.float32) for name in ("k_scale", "v_scale")}
     batch = (
         shape((num_tokens, num_heads, head_dim), dtype),
         cache,
@@ -81,5 +95,21 @@ def compile_step(
         shape((num_rows,), jnp.int32),
         shape((num_rows + 1,), jnp.int32),
     )
-    attend = partial(mosaic_gpu.paged_attention, scale=head_dim**-0.5, window=window, softcap=softcap)
-    jax.jit(attend).lower(*batch).compile()
+
+    def step(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scales):
+        plan = mosaic_gpu.plan(
+            seq_lens,
+            query_start_loc,
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            window=window,
+            max_query_len=max_query_len,
+            is_fp8=cache_dtype is not None,
+        )
+        options = {"scale": head_dim**-0.5, "window": window, "softcap": softcap, "step_plan": plan}
+        batch = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
+        return mosaic_gpu.paged_attention(*batch, **options, **scales)
+
+    jax.jit(step).lower(*batch, scales).compile()
