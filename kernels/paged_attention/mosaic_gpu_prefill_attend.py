@@ -152,9 +152,9 @@ class Consumer:
                 plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
                 for x in (MAX_FLOOR, 0.0)
             )
-            return self._softmax(s, m, total, position - item.first_step * block_kv, masked=True)[:3]
+            return self._softmax(s, m, total, position - item.first_step * block_kv)[:3]
 
-        def next_step(step, carry, *, masked):
+        def next_step(step, carry):
             p, m, total = carry
             now = done + step - item.first_step
             slot, last_slot = lax.rem(now, stages), lax.rem(now - 1, stages)
@@ -171,18 +171,15 @@ class Consumer:
             s = pl.run_scoped(products, scores)
             plgpu.barrier_arrive(memory.v_free.at[last_slot])
             plgpu.barrier_arrive(memory.k_free.at[slot])
-            p, m, total, alpha = self._softmax(s, m, total, position - step * block_kv, masked=masked)
+            p, m, total, alpha = self._softmax(s, m, total, position - step * block_kv)
             acc.scale(alpha)
             return p, m, total
 
-        # Steps below `diagonal` are seen whole by every query of this consumer.
-        second, end = item.first_step + 1, item.end_step
-        diagonal = second if layer.window is not None else jnp.clip((position + 1) // block_kv, second, end)
         carry = pl.run_scoped(first_step, scores)
         if params.q_buffers > 1:
             pl.when(i > 0)(lambda: self._release(i - 1))
-        carry = lax.fori_loop(second, diagonal, functools.partial(next_step, masked=False), carry)
-        p, m, total = lax.fori_loop(diagonal, end, functools.partial(next_step, masked=True), carry)
+        end = item.end_step
+        p, m, total = lax.fori_loop(item.first_step + 1, end, next_step, carry)
 
         last_slot = lax.rem(done + end - 1 - item.first_step, stages)
         plgpu.barrier_wait(memory.v_ready.at[last_slot])
@@ -192,7 +189,7 @@ class Consumer:
         self._finish(out, m, total, buffer)
         return done + end - item.first_step
 
-    def _softmax(self, s: jax.Array, m: jax.Array, total: jax.Array, distance: jax.Array, *, masked: bool) -> tuple:
+    def _softmax(self, s: jax.Array, m: jax.Array, total: jax.Array, distance: jax.Array) -> tuple:
         """(probabilities, maximum, sum, factor by which earlier results shrink) of a step.
 
         distance: from the tile's first key to the first query. m, total: so far.
@@ -203,17 +200,23 @@ class Consumer:
         to_log2 = LOG2E * scale
         if softcap is not None:
             s, to_log2 = jnp.tanh(s * (scale / softcap)) * softcap, LOG2E
-        if masked:
-            iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape, layout=plgpu.Layout.WGMMA)
-            distances = distance + iota(0) - iota(1)
-            seen = distances >= 0
-            if window is not None:
-                seen &= distances < window
-            s = jnp.where(seen, s, NEG_INF)
+        # Most tiles are seen whole by every query of this consumer.
+        has_unseen = distance < s.shape[1] - 1
+        if window is not None:
+            has_unseen |= distance + ROWS > window
+        s = lax.cond(has_unseen, functools.partial(self._mask, distance), lambda s: s, s)
         m_new = jnp.maximum(m, s.max(axis=1) * to_log2)
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s * to_log2 - lax.broadcast_in_dim(m_new, s.shape, [0]))
         return p.astype(self.memory.v.dtype), m_new, total * alpha + p.sum(axis=1), alpha
+
+    def _mask(self, distance: jax.Array, s: jax.Array) -> jax.Array:
+        iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape, layout=plgpu.Layout.WGMMA)
+        distances = distance + iota(0) - iota(1)
+        seen = distances >= 0
+        if self.layer.window is not None:
+            seen &= distances < self.layer.window
+        return jnp.where(seen, s, NEG_INF)
 
     def _finish(self, out: jax.Array, m: jax.Array, total: jax.Array, buffer: jax.Array) -> None:
         """Normalise and write an item's output."""
