@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from tiny_models import write_model
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
-PROMPTS = [list(range(40, 40 + length)) for length in (3, 17)]
+PROMPT = list(range(40, 60))
 
 
 @pytest.mark.parametrize(
@@ -26,21 +25,21 @@ def test_unknown_names_are_refused():
         EngineConfig(kv_cache_dtype="int3")
 
 
-def test_answers_hardly_change_and_do_not_depend_on_neighbours(tmp_path):
+def test_answers_hardly_change_and_reuse_is_exact(tmp_path):
     folder = str(write_model(tmp_path / "tiny"))
 
     def start(dtype: str) -> LLM:
-        return LLM(folder, kv_cache_dtype=dtype, max_model_len=128, max_num_seqs=2, max_num_batched_tokens=32)
+        return LLM(folder, kv_cache_dtype=dtype, max_model_len=64, max_num_seqs=1, max_num_batched_tokens=32)
 
-    def first_logprobs(outputs) -> np.ndarray:
-        answers = [output.outputs[0] for output in outputs]
-        return np.array([answer.logprobs[0][answer.token_ids[0]].logprob for answer in answers])
+    def answer(llm: LLM):
+        return llm.generate([PROMPT], GREEDY)[0].outputs[0]
 
     plain, small = start("auto"), start("fp8")
     assert {leaf.dtype for pair in small.engine.runner.caches for leaf in pair} == {jnp.dtype(jnp.float8_e4m3fn)}
     assert plain.engine.account.block == 4 * small.engine.account.block
-    want, got = plain.generate(PROMPTS, GREEDY), small.generate(PROMPTS, GREEDY)
-    assert 0 < np.abs(first_logprobs(want) - first_logprobs(got)).max() < 0.1
-    again = [small.generate([prompt], GREEDY)[0] for prompt in PROMPTS]
+    want, got = answer(plain), answer(small)
+    first = [x.logprobs[0][x.token_ids[0]].logprob for x in (want, got)]
+    assert 0 < abs(first[0] - first[1]) < 0.1
+    again = answer(small)
     assert small.stats()["prefix_cache_hits"] > 0
-    assert [x.outputs[0].token_ids for x in again] == [x.outputs[0].token_ids for x in got]
+    assert again.token_ids == got.token_ids
