@@ -35,8 +35,14 @@ class Emission:
 @dataclass(slots=True)
 class Commit:
     """What a commit gave: to each of the `quiet` requests one token that does not end it and that nobody waits for; to
-    the others their emissions.
+    the others their emissions. And which requests ended.
     """
 
     emissions: list[Emission] = field(default_factory=list)
     quiet: list[Request] = field(default_factory=list)
+    ends: list[tuple[Request, FinishReason]] = field(default_factory=list)
+
+    def note_end(self, request: Request, reason: FinishReason | None) -> None:
+        """The request is to end, unless there is no reason to."""
+        if reason is not None:
+            self.ends.append((request, reason))

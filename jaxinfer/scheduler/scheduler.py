@@ -14,7 +14,7 @@ The names and the admission order follow vLLM's v1 scheduler; the counters are t
 There are two ways through a step. One goes request by request, and says what the rules are. The other is for the many
 that are steady: one token a step, nothing special. It plans and settles them as columns (`running.py`, `steady.py`)
 and goes to a single request only where something happens: a new block, a chunk of a prompt, an end. It is taken where
-many run and blocks suffice, so that nobody is preempted. Both give the same plans (tests/scheduler/test_steady.py).
+many run. Both give the same plans (tests/scheduler/test_steady.py).
 """
 
 from __future__ import annotations
@@ -118,30 +118,32 @@ class Scheduler:
                 self._schedule_one(draft, request)
 
     def _find_steady(self) -> SteadyRows | None:
-        """The steady requests, or None where each is better looked at: they are few, or one might be preempted."""
+        """The steady requests, or None where each is better looked at: they are few, or any might be preempted."""
         if len(self.running) < self.MIN_COLUMN_ROWS:
             return None
         steady = SteadyRows(self.running, self.limits.max_model_len)
         if steady.num_steady < self.MIN_COLUMN_ROWS:
             return None
-        most_blocks = steady.most_blocks(self.limits.max_num_batched_tokens, self.cache.block_size)
-        return steady if most_blocks <= self.cache.pool.num_free else None
+        if self.limits.policy == "priority":
+            most_blocks = steady.most_blocks(self.limits.max_num_batched_tokens, self.cache.block_size)
+            if most_blocks > self.cache.pool.num_free:
+                return None
+        return steady
 
     def _schedule_visits(self, draft: Draft, steady: SteadyRows) -> None:
         """What going through all running requests gives, going only to those that need more than a token."""
         for slot, is_steady, num_ahead in steady.visits():
+            request = self.running.owners[slot]
+            if request is None:
+                break  # preempted for one before it, as are all behind it
             draft.grant_steady(steady, num_ahead)
             if draft.budget == 0:
                 return
-            request = self.running.owners[slot]
-            assert request is not None
-            if is_steady:
-                self._allocate(request, request.num_computed_tokens + 1)
-                steady.new_blocks.append((slot, len(request.block_ids) - 1, request.block_ids[-1]))
-            else:
+            if not is_steady:
                 self._schedule_one(draft, request)
+            elif self._make_room(draft, request, request.num_computed_tokens + 1):
+                steady.new_blocks.append((slot, len(request.block_ids) - 1, request.block_ids[-1]))
         draft.grant_steady(steady, steady.num_steady)
-        assert not draft.num_preempted, "blocks were counted wrongly"
 
     def _schedule_one(self, draft: Draft, request: Request) -> None:
         num_tokens = draft.chunk(draft.num_wanted(request))
@@ -217,6 +219,9 @@ class Scheduler:
     def _preempt(self, draft: Draft, victim: Request) -> None:
         """Sends a running request back to the queue; a victim that is already in the plan leaves it."""
         draft.drop(victim)
+        if draft.steady is not None:
+            assert victim is self.running.last, "blocks were counted wrongly"
+            draft.steady.drop_last()
         self._leave(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
@@ -280,6 +285,8 @@ class Scheduler:
             self._commit_decodes(plan.decodes, result.decode_token_ids, commit)
         for number, (row, tokens) in enumerate(zip(plan.others, result.token_ids, strict=True), len(plan.decodes)):
             self._commit_row(row, tokens, number, commit)
+        for request, reason in sorted(commit.ends, key=lambda end: end[0].tenure):  # in order of admission
+            self.finish(request, reason)
         return commit
 
     def _commit_decodes(self, rows: DecodeRows, tokens: np.ndarray, commit: Commit) -> None:
@@ -300,16 +307,12 @@ class Scheduler:
         committed = running.find_committed()[slots]
         fills_block = committed % self.cache.block_size == 0
         commit.quiet += compress(requests, (~is_emitted).tobytes())
-        visits = np.flatnonzero(is_emitted | fills_block)
-        for at in visits[running.tenures[slots[visits]].argsort()].tolist():  # in order of admission
+        for at in np.flatnonzero(fills_block).tolist():
+            self.cache.commit(requests[at], int(committed[at]))
+        for at in np.flatnonzero(is_emitted).tolist():
             request = requests[at]
-            reason = self._check_stop(request) if is_emitted[at] else None
-            if is_emitted[at]:
-                commit.emissions.append(Emission(request, request.token_ids[-1:], numbers[at]))
-            if fills_block[at]:
-                self.cache.commit(request, int(committed[at]))
-            if reason is not None:
-                self.finish(request, reason)
+            commit.emissions.append(Emission(request, request.token_ids[-1:], numbers[at]))
+            commit.note_end(request, self._check_stop(request))
 
     def _commit_row(self, row: PlanRow, tokens: list[int] | None, number: int, commit: Commit) -> None:
         request = row.request
@@ -318,8 +321,8 @@ class Scheduler:
         if request.is_finished:
             return
         if tokens is None:
-            self.finish(request, FinishReason.ERROR)
             commit.emissions.append(Emission(request, [], number))
+            commit.note_end(request, FinishReason.ERROR)
             return
         is_current = row.tenure == request.tenure
         if is_current:
@@ -329,8 +332,7 @@ class Scheduler:
             commit.emissions.append(Emission(request, accepted, number))
         if is_current:
             self._register(row)
-        if reason is not None:
-            self.finish(request, reason)
+        commit.note_end(request, reason)
 
     @staticmethod
     def _settle(row: PlanRow, num_emitted: int) -> None:

@@ -8,7 +8,8 @@ the others but counted between them:
       steady ahead of it             3     4        7            P  a chunk of a prompt     D  drafts
 
 `Scheduler` goes from visit to visit; before each, `grant` takes a token of the budget for every steady request that
-stands ahead of it. Those that got theirs are always the first ones of the steady requests.
+stands ahead of it. Those that got theirs are always the first ones of the steady requests, and a victim of preemption
+is always the last of all (under the priority policy it need not be: then steps that might preempt do without this).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class SteadyRows:
         self._needs_block = (running.computed >= running.capacities)[slots] & self._is_steady
         self._num_wanted = wanted[slots]
         self._is_other = ~self._is_steady & (self._num_wanted > 0)
+        self._num_ahead = np.cumsum(self._is_steady) - self._is_steady
         self.num_steady = int(np.count_nonzero(self._is_steady))
         self.num_granted = 0
         self.new_blocks: list[tuple[int, int, int]] = []
@@ -56,8 +58,7 @@ class SteadyRows:
     def visits(self) -> list[tuple[int, bool, int]]:
         """Requests to be looked at: (slot, whether it is a steady one, steady requests ahead of it)."""
         at = np.flatnonzero(self._needs_block | self._is_other)
-        num_ahead = np.cumsum(self._is_steady) - self._is_steady
-        columns = (self._slots[at], self._is_steady[at], num_ahead[at])
+        columns = (self._slots[at], self._is_steady[at], self._num_ahead[at])
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
     def grant(self, num_ahead: int, budget: int) -> int:
@@ -65,6 +66,12 @@ class SteadyRows:
         num_new = min(num_ahead - self.num_granted, budget)
         self.num_granted += num_new
         return num_new
+
+    def drop_last(self) -> None:
+        """The last of the running requests has been preempted. It had not been granted anything."""
+        self._slots, self._is_steady = self._slots[:-1], self._is_steady[:-1]
+        self.num_steady = int(self._num_ahead[len(self._slots)])
+        assert self.num_granted <= self.num_steady, "a granted request was preempted"
 
     def make_rows(self) -> DecodeRows:
         """The granted requests' rows, by slot; their counts are raised."""
