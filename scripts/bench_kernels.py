@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 
 import jax
@@ -39,6 +40,8 @@ GOALS = {
     "1,024 new on 7,168, 8 rows": 610,
 }
 """GB/s of K and V, or TFLOP/s: the best known figures for an H200, or a little more."""
+VARIANTS = {"decode fp8 256 x 1,024: registers": {"keys_in_registers": True}}
+"""Other parameters for a case, by fields of DecodeParams."""
 KV_UPDATES = {"kv_update 256 rows": 256, "kv_update 8,192 rows": 8192}
 
 
@@ -133,7 +136,7 @@ def relative_error(spec: Spec, inputs: Inputs, out: jax.Array) -> float:
     return worst if bool(jnp.isfinite(out).all()) else float("nan")
 
 
-def make_plan(spec: Spec, inputs: Inputs, params: mosaic_gpu.Params | None = None) -> mosaic_gpu.Plan:
+def make_plan(spec: Spec, inputs: Inputs, params: mosaic_gpu.Params | None) -> mosaic_gpu.Plan:
     build = partial(
         mosaic_gpu.plan,
         num_tokens=spec.num_tokens,
@@ -147,60 +150,75 @@ def make_plan(spec: Spec, inputs: Inputs, params: mosaic_gpu.Params | None = Non
     return jax.jit(build)(inputs.seq_lens, inputs.query_start_loc)
 
 
-def bench_attention(
-    spec: Spec,
-    params: mosaic_gpu.Params | None = None,
-    sets: list[Inputs] | None = None,
-    *,
-    chain: int | None = None,
-) -> Result:
-    """Time and error of a case; `sets` are what `attention_inputs` made of it, `chain` calls make a program."""
-    sets = sets or attention_inputs(spec)
-    is_decode = max(spec.query_lens) == 1
-    attend = jax.jit(partial(mosaic_gpu.paged_attention, **arg_specs.make_options(spec)))
-    plan = make_plan(spec, sets[0], params)
-    error = max(relative_error(spec, x, attend(*x, step_plan=plan)) for x in sets)
-    if not is_decode:
-        return Result(seconds_per_call(lambda: attend(*sets[0], step_plan=plan)), spec.flops, error)
-    # About a millisecond a program, so that dispatching it takes no longer.
-    count = chain or int(np.clip(4e9 / spec.kv_bytes, 4, 64))
+class AttentionCase:
+    """A program of one prefill call, or of a chain of decode calls that takes about a millisecond."""
 
-    @jax.jit
-    def calls(q: jax.Array, sets: list[Inputs], plan: mosaic_gpu.Plan) -> jax.Array:
-        for i in range(count):
-            q = attend(*sets[i % 2]._replace(q=q), step_plan=plan)
-        return q
+    def __init__(self, spec: Spec, params: mosaic_gpu.Params | None = None, *, chain: int | None = None) -> None:
+        self.spec, self.params = spec, params
+        self.is_decode = max(spec.query_lens) == 1
+        self.count = (chain or int(np.clip(4e9 / spec.kv_bytes, 4, 64))) if self.is_decode else 1
 
-    return Result(seconds_per_call(calls, sets[0].q, sets, plan) / count, spec.kv_bytes, error)
+    def make_inputs(self, **unused: float) -> list[Inputs]:
+        """Two sets for decode, whose calls alternate between them."""
+        return [arg_specs.make_inputs(self.spec, seed=seed, **unused) for seed in range(1 + self.is_decode)]
 
+    def lower(self) -> jax.stages.Lowered:
+        attend = jax.jit(partial(mosaic_gpu.paged_attention, **arg_specs.make_options(self.spec)))
 
-def attention_inputs(spec: Spec) -> list[Inputs]:
-    return [arg_specs.make_inputs(spec, seed=seed) for seed in range(2 if max(spec.query_lens) == 1 else 1)]
+        def calls(sets: list[Inputs], plan: mosaic_gpu.Plan) -> tuple[list[jax.Array], jax.Array]:
+            checked = [attend(*inputs, step_plan=plan) for inputs in sets]
+            q = checked[-1]
+            for i in range(self.count - len(sets)):
+                q = attend(*sets[i % 2]._replace(q=q), step_plan=plan)
+            return checked, q
 
+        sets = jax.eval_shape(self.make_inputs)
+        plan = jax.eval_shape(lambda inputs: make_plan(self.spec, inputs, self.params), sets[0])
+        return jax.jit(calls).lower(sets, plan)
 
-def decode_baseline(spec: Spec) -> float:
-    from jax.experimental.pallas.ops.gpu import paged_attention as bundled
+    def measure(self, program: Callable, sets: list[Inputs] | None = None) -> Result:
+        sets = sets or self.make_inputs()
+        plan = make_plan(self.spec, sets[0], self.params)
+        checked = program(sets, plan)[0]
+        error = max(relative_error(self.spec, x, out) for x, out in zip(sets, checked, strict=True))
+        seconds = seconds_per_call(program, sets, plan) / self.count
+        return Result(seconds, self.spec.kv_bytes if self.is_decode else self.spec.flops, error)
 
-    if spec.kv_dtype.itemsize == 1:
-        raise NotImplementedError("no fp8 cache")
-    inputs = arg_specs.make_inputs(spec, seed=0, unused=0.0)
-    pages = [jnp.moveaxis(cache, 1, 0) for cache in (inputs.k_cache, inputs.v_cache)]
-    tables = inputs.block_tables[:, : inputs.block_tables.shape[1] // 16 * 16 or None]
-    attend = jax.jit(partial(bundled.paged_attention, k_splits=16))
-    return seconds_per_call(attend, inputs.q, *pages, tables, inputs.seq_lens)
+    def lower_baseline(self) -> jax.stages.Lowered:
+        """The same work by jax's bundled kernel or cuDNN, for `baseline_inputs`."""
+        inputs = jax.eval_shape(self.baseline_inputs)
+        if not self.is_decode:
+            attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+            return jax.jit(attend).lower(*inputs)
+        from jax.experimental.pallas.ops.gpu import paged_attention as bundled
 
+        def calls(q: jax.Array, sets: list[tuple[jax.Array, ...]]) -> jax.Array:
+            for i in range(self.count):
+                q = bundled.paged_attention(q, *sets[i % 2], k_splits=16)
+            return q
 
-def prefill_baseline(spec: Spec) -> float:
-    if spec.query_lens != spec.seq_lens or len(set(spec.query_lens)) > 1:
-        raise NotImplementedError("cuDNN needs equal rows without a cache")
-    shape = (len(spec.query_lens), spec.query_lens[0])
-    keys = jax.random.split(jax.random.key(0), 3)
-    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-    q, k, v = (
-        jax.random.normal(key, (*shape, n, spec.head_dim), spec.dtype) for key, n in zip(keys, heads, strict=True)
-    )
-    attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-    return seconds_per_call(jax.jit(attend), q, k, v)
+        return jax.jit(calls).lower(*inputs)
+
+    def baseline_inputs(self) -> tuple:
+        spec = self.spec
+        if self.is_decode:
+            if spec.kv_dtype.itemsize == 1 or spec.head_dim & (spec.head_dim - 1):
+                raise NotImplementedError("no such case there")
+            sets = self.make_inputs(unused=0.0)
+            width = sets[0].block_tables.shape[1] // 16 * 16 or None
+            pages = [[jnp.moveaxis(cache, 1, 0) for cache in (x.k_cache, x.v_cache)] for x in sets]
+            return sets[0].q, [(*kv, x.block_tables[:, :width], x.seq_lens) for kv, x in zip(pages, sets, strict=True)]
+        if spec.query_lens != spec.seq_lens or len(set(spec.query_lens)) > 1:
+            raise NotImplementedError("no such case there")
+        keys = jax.random.split(jax.random.key(0), 3)
+        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        shape = (len(spec.query_lens), spec.query_lens[0])
+        return tuple(
+            jax.random.normal(key, (*shape, n, spec.head_dim), spec.dtype) for key, n in zip(keys, heads, strict=True)
+        )
+
+    def measure_baseline(self, program: Callable) -> float:
+        return seconds_per_call(program, *self.baseline_inputs()) / self.count
 
 
 def bench_kv_update(num_rows: int, *, num_kv_heads: int = 8, head_dim: int = 128, block_size: int = 64) -> Result:
@@ -238,19 +256,37 @@ def bench_kv_update(num_rows: int, *, num_kv_heads: int = 8, head_dim: int = 128
     return Result(seconds, work, 0.0 if same else float("nan"), baseline)
 
 
-def run_case(name: str, *, with_baseline: bool) -> Result:
+def make_case(name: str) -> AttentionCase:
+    if name in VARIANTS:
+        spec = arg_specs.DECODE_BENCHMARKS[name.split(": ")[0]]
+        tuned = mosaic_gpu.tuned_params(spec.head_dim, is_fp8=spec.kv_dtype.itemsize == 1)
+        decode = dataclasses.replace(tuned.decode, **VARIANTS[name])
+        return AttentionCase(spec, dataclasses.replace(tuned, decode=decode))
+    return AttentionCase((arg_specs.DECODE_BENCHMARKS | arg_specs.PREFILL_BENCHMARKS)[name])
+
+
+def submit(pool: Executor, name: str, *, with_baseline: bool) -> Callable[[], Result]:
+    """Start to compile a case; what is returned runs it."""
     if name in KV_UPDATES:
-        return bench_kv_update(KV_UPDATES[name])
-    is_decode = name in arg_specs.DECODE_BENCHMARKS
-    spec = arg_specs.DECODE_BENCHMARKS[name] if is_decode else arg_specs.PREFILL_BENCHMARKS[name]
-    result = bench_attention(spec)
-    if not with_baseline:
-        return result
+        return partial(bench_kv_update, KV_UPDATES[name])
+    case = make_case(name)
+    program = pool.submit(case.lower().compile)
+    baseline, remark = None, ""
     try:
-        seconds = (decode_baseline if is_decode else prefill_baseline)(spec)
-        return dataclasses.replace(result, baseline=seconds)
+        if with_baseline and name not in VARIANTS and "head_dim" not in name:
+            baseline = pool.submit(case.lower_baseline().compile)
     except Exception as problem:  # a baseline that cannot do a case must not end the run
-        return dataclasses.replace(result, remark=str(problem).splitlines()[0][:40])
+        remark = str(problem).splitlines()[0][:30]
+
+    def run() -> Result:
+        result = case.measure(program.result())
+        try:
+            seconds = case.measure_baseline(baseline.result()) if baseline else None
+            return dataclasses.replace(result, baseline=seconds, remark=remark)
+        except Exception as problem:
+            return dataclasses.replace(result, remark=str(problem).splitlines()[0][:30])
+
+    return run
 
 
 def line(name: str, result: Result, roofs: dict[str, float]) -> str:
@@ -262,7 +298,7 @@ def line(name: str, result: Result, roofs: dict[str, float]) -> str:
     baseline = f"{result.baseline / result.seconds:6.2f} x" if result.baseline else result.remark
     wrong = "" if result.error < MAX_ERROR else "  WRONG"
     return (
-        f"{name:30s} {result.seconds * 1e6:9,.1f} us {shown:7,.0f} {unit:7s} {goal} {rate / roof:5.2f}"
+        f"{name:34s} {result.seconds * 1e6:9,.1f} us {shown:7,.0f} {unit:7s} {goal} {rate / roof:5.2f}"
         f"  {result.error:7.1e}  {baseline}{wrong}"
     )
 
@@ -272,23 +308,28 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="only cases whose name holds one of these")
     parser.add_argument("--no-baselines", action="store_true")
     options = parser.parse_args()
-    start = time.perf_counter()
+    start, pool = time.perf_counter(), ThreadPoolExecutor()
     roofs = {"reading": reading_roof(), "copying": copying_roof(), "matmul": matmul_roof()}
     print(
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}; roofs: reading {roofs['reading'] / 1e9:,.0f} GB/s, ",
         end="",
     )
     print(f"copying {roofs['copying'] / 1e9:,.0f} GB/s, bf16 matmul {roofs['matmul'] / 1e12:,.0f} TFLOP/s")
-    print(f"{'case':30s} {'time':>12s} {'rate':>15s} {'goal':>6s}  roof  error    baseline / ours")
-    results = {}
-    for name in (*arg_specs.DECODE_BENCHMARKS, *arg_specs.PREFILL_BENCHMARKS, *KV_UPDATES):
+    print(f"{'case':34s} {'time':>12s} {'rate':>15s} {'goal':>6s}  roof  error    baseline / ours")
+    results, runs = {}, {}
+    for name in (*arg_specs.DECODE_BENCHMARKS, *VARIANTS, *arg_specs.PREFILL_BENCHMARKS, *KV_UPDATES):
         if options.words and not any(word in name for word in options.words):
             continue
         try:
-            results[name] = run_case(name, with_baseline=not options.no_baselines)
-            print(line(name, results[name], roofs), flush=True)
+            runs[name] = submit(pool, name, with_baseline=not options.no_baselines)
         except Exception as problem:  # the other cases are still worth their time
-            print(f"{name:30s} failed: {str(problem).splitlines()[0][:80]}", flush=True)
+            print(f"{name:34s} failed: {str(problem).splitlines()[0][:80]}", flush=True)
+    for name, run in runs.items():
+        try:
+            results[name] = run()
+            print(line(name, results[name], roofs), flush=True)
+        except Exception as problem:
+            print(f"{name:34s} failed: {str(problem).splitlines()[0][:80]}", flush=True)
     narrow, wide = results.get("decode fp8 256 x 1,024"), results.get("decode 256 x 1,024")
     if narrow and wide:
         print(f"fp8 caches: {wide.seconds / narrow.seconds:.2f} x the rows a second of bf16 (goal 1.5)")

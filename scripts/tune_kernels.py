@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 
 import jax
-from bench_kernels import MAX_ERROR, attention_inputs, bench_attention
+from bench_kernels import MAX_ERROR, AttentionCase
 
 from jaxinfer.kernels.paged_attention import arg_specs, mosaic_gpu
 from jaxinfer.kernels.paged_attention.arg_specs import Spec
@@ -89,7 +89,7 @@ class Task:
 
 def tune(task: Task, num_sms: int, deadline: float) -> dict | None:
     """The fastest parameters of those that time suffices for; None if none was right."""
-    sets = attention_inputs(task.spec)
+    sets = AttentionCase(task.spec).make_inputs()
     best, fastest = None, float("inf")
     for params in task.candidates(num_sms):
         if time.monotonic() > deadline:
@@ -97,7 +97,8 @@ def tune(task: Task, num_sms: int, deadline: float) -> dict | None:
         chosen = getattr(params, task.op)
         shown = {field: getattr(chosen, field) for field in FIELDS[task.op]}
         try:
-            result = bench_attention(task.spec, params, sets, chain=8)
+            case = AttentionCase(task.spec, params, chain=8)
+            result = case.measure(case.lower().compile(), sets)
         except Exception as problem:  # too much shared memory, too many registers, no such case
             print(f"  {shown}: {str(problem).splitlines()[0][:60]}", flush=True)
             continue

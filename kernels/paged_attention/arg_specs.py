@@ -86,6 +86,8 @@ DECODE_BENCHMARKS = {
     "decode 256 ragged 100..2,000": _ragged_decode(),
     "decode fp8 256 x 1,024": decode(256, 1024, **FP8),
     "decode fp8 32 x 8,192": decode(32, 8192, **FP8),
+    **{f"decode head_dim {dim}, 64 x 1,024": decode(64, 1024, head_dim=dim) for dim in (64, 80, 96, 112, 256)},
+    "decode head_dim 80, fp8": decode(64, 1024, head_dim=80, **FP8),
 }
 PREFILL_BENCHMARKS = {
     "prefill 8 x 1,024": prefill(8, 1024),
