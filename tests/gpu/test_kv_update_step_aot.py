@@ -13,9 +13,13 @@ DECODE = BatchShape(num_tokens=32, num_rows=32, is_decode=True, block_size=64)
 MIXED = BatchShape(num_tokens=2048, num_rows=256, is_decode=False, block_size=64)
 
 
-@pytest.mark.parametrize("shape", [DECODE, MIXED], ids=["decode", "mixed"])
-def test_a_step_copies_no_cache(shape: BatchShape) -> None:
-    compiled, cache = compile_step(h200(), shape, KERNELS, num_blocks=NUM_BLOCKS)
+@pytest.mark.parametrize(
+    ("shape", "cache_dtype"),
+    [(DECODE, "bfloat16"), (MIXED, "bfloat16"), (MIXED, "float8_e4m3fn")],
+    ids=["decode", "mixed", "mixed, fp8 cache"],
+)
+def test_a_step_copies_no_cache(shape: BatchShape, cache_dtype: str) -> None:
+    compiled, cache = compile_step(h200(), shape, KERNELS, num_blocks=NUM_BLOCKS, cache_dtype=cache_dtype)
     check_in_place(compiled, cache)
 
 
