@@ -55,7 +55,7 @@ def assert_same(inputs: Inputs, tokens: np.ndarray) -> None:
 CASES = {
     "not cut": Spec(2, V, (0.0, 0.7)),
     "top-k, top-p, ties": Spec(1, V, (3.0,), top_k=(9,), top_p=(0.9,), levels=3),
-    "top-p of many, through shared memory": Spec(1, V, (1.0,), top_p=(0.6,)),
+    "top-p, streamed until few tiles are left": Spec(1, V, (1.0,), top_p=(0.4,)),
     "min-p": Spec(2, V, (0.7, 1.3), min_p=(0.3, 0.1), top_k=(3, V), spread=3.0),
 }
 WIDE = {
@@ -63,6 +63,7 @@ WIDE = {
     "padded": Spec(3, 8300, (0.0, 1.0)),
     "padded, cut": Spec(3, 300, (1.0,), top_k=(5, 300, 299), top_p=(0.9, 0.5, 1.0)),
     "many ties": Spec(3, V, (1.0, 0.5), top_k=(2000, 50, 300), top_p=(0.9, 1.0, 0.7), levels=1),
+    "top-p of many": Spec(3, V, (1.0,), top_p=(0.6, 0.95, 0.5)),
     "top-k of many": Spec(3, V, (1.0,), top_k=(1000, 8000, 8319)),
     "top-p": Spec(3, V, (1.0,), top_p=(0.5, 0.99, 0.01), peak=8.0),
     "all": Spec(4, V, (0.7, 0.0), min_p=(0.01, 0.0), top_k=(40, 7, V), top_p=(0.9, 1.0, 0.5), peak=8.0),
