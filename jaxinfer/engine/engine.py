@@ -268,6 +268,7 @@ class Engine:
             counts.prefix_cache_hits = cache.stats.num_hit_tokens
             counts.num_block_copies = cache.stats.num_partial_copies
             counts.num_programs = programs.stats.num_programs
+            counts.num_programs_loaded = 0 if programs.saved is None else programs.saved.num_loaded
             counts.compile_seconds = programs.stats.seconds
             counts.num_compiles_while_serving = programs.stats.num_lazy
             counts.num_blocks = self.config.num_blocks or 0

@@ -23,6 +23,7 @@ class EngineStats:
     num_mixed_steps: int = 0
     num_failed_steps: int = 0
     num_programs: int = 0
+    num_programs_loaded: int = 0
     compile_seconds: float = 0.0
     num_compiles_while_serving: int = 0
     num_blocks: int = 0
