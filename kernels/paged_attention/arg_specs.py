@@ -126,6 +126,22 @@ SMALL_DECODE = {
     "decode, head_dim 112": Spec((1, 1), (100, 64), num_heads=6, head_dim=112, block_size=128, has_sinks=True),
     "decode, head_dim 256": Spec((1,), (100,), head_dim=256, softcap=5.0, has_scales=True),
 }
+WIDE_DECODE = {
+    f"decode, head_dim {head_dim}, {heads}/{kv_heads}{', fp8' if cache else ''}": Spec(
+        (1, 1),
+        (130, 3),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        window=window,
+        padding_rows=1,
+        padding_tokens=3,
+        **cache,
+    )
+    for head_dim, block_size in ((64, 16), (80, 64), (96, 32), (112, 128), (128, 256), (192, 64), (256, 64))
+    for heads, kv_heads, window, cache in ((8, 8, None, FP8), (9, 3, 50, FP8), (24, 2, None, {}), (32, 1, None, FP8))
+}
 WIDE = {
     f"{name}, head_dim {head_dim}, block {block_size}, {heads}/{kv_heads}, {dtype}": Spec(
         query_lens,

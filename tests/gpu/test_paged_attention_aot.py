@@ -1,5 +1,6 @@
 """Compile every tuned configuration of the Hopper kernels for an H200, with no GPU present."""
 
+import dataclasses
 import re
 from functools import partial
 
@@ -36,7 +37,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("head_dim", mosaic_gpu.HEAD_DIMS)
-@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[-1]], ids=str)
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[-1], {"decode": {"keys_in_registers": True}}], ids=str)
 def test_fp8_decode_compiles(
     options: dict, head_dim: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,8 +81,14 @@ def compile_step(
     num_tokens: int = 512,
     num_rows: int = 64,
     max_query_len: int | None = None,
+    decode: dict | None = None,
 ) -> None:
-    """A step of a layer: its plan and the decode kernel, or both kernels where rows may have several tokens."""
+    """A step of a layer: its plan and the decode kernel, or both kernels where rows may have several tokens.
+
+    `decode` has fields of DecodeParams that are not to be the tuned ones.
+    """
+    params = mosaic_gpu.tuned_params(head_dim, is_fp8=cache_dtype is not None)
+    params = dataclasses.replace(params, decode=dataclasses.replace(params.decode, **decode or {}))
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     shape = partial(jax.ShapeDtypeStruct, sharding=sharding)
@@ -106,7 +113,7 @@ def compile_step(
             head_dim=head_dim,
             window=window,
             max_query_len=max_query_len,
-            is_fp8=cache_dtype is not None,
+            params=params,
         )
         options = {"scale": head_dim**-0.5, "window": window, "softcap": softcap, "step_plan": plan}
         batch = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)

@@ -167,9 +167,9 @@ def test_says_what_it_cannot_do(change: dict, words: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", arg_specs.WIDE)
+@pytest.mark.parametrize("name", arg_specs.WIDE | arg_specs.WIDE_DECODE)
 def test_wide_grid(name: str) -> None:
-    spec = arg_specs.WIDE[name]
+    spec = (arg_specs.WIDE | arg_specs.WIDE_DECODE)[name]
     inputs = arg_specs.make_inputs(spec, seed=3)
     assert_close(spec, inputs, run(spec, inputs, num_sms=3, detect_races=False))
 
