@@ -27,8 +27,8 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu import DecodeParams, Params, Pr
 KERNELS = pathlib.Path(__file__).resolve().parents[1] / "kernels"
 SMEM = 226 * 1024  # of an SM, less what the launches of its CTAs need
 FIELDS = {
-    "decode": ("block_kv", "num_stages", "ctas_per_sm", "num_sms"),
-    "prefill": ("block_kv", "num_stages", "q_buffers", "cluster"),
+    "decode": ("block_kv", "num_stages", "ctas_per_sm", "keys_in_registers", "num_sms"),
+    "prefill": ("block_kv", "num_stages", "q_buffers", "cluster", "num_sms"),
 }
 LINEAR_SECONDS = 60.0
 """Least time worth starting `bench_linear.py` for."""
@@ -42,8 +42,9 @@ def decode_smem(params: DecodeParams, head_dim: int, itemsize: int) -> int:
 
 
 def decode_candidates(head_dim: int, itemsize: int, num_sms: int) -> Iterator[DecodeParams]:
-    for stages, ctas in itertools.product((2, 3, 4, 6), (1, 2)):
-        params = DecodeParams(num_stages=stages, ctas_per_sm=ctas, num_sms=num_sms)
+    ways = (False, True) if itemsize == 1 and head_dim % 32 == 0 else (False,)
+    for stages, ctas, in_registers in itertools.product((2, 3, 4, 6), (1, 2), ways):
+        params = DecodeParams(num_stages=stages, ctas_per_sm=ctas, keys_in_registers=in_registers, num_sms=num_sms)
         if decode_smem(params, head_dim, itemsize) * ctas <= SMEM:
             yield params
 

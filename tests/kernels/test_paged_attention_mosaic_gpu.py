@@ -128,6 +128,14 @@ def test_plan_covers_every_tile_once() -> None:
         assert not np.asarray(plan.arrivals).any()
 
 
+def test_unknown_devices_have_the_parameters_of_an_h200() -> None:
+    for head_dim in mosaic_gpu.HEAD_DIMS:
+        for is_fp8 in (False, True):
+            unknown = mosaic_gpu.tuned_params(head_dim, is_fp8=is_fp8, device_kind="NVIDIA B1")
+            assert unknown == mosaic_gpu.tuned_params(head_dim, is_fp8=is_fp8, device_kind="NVIDIA H200")
+    assert mosaic_gpu.tuned_params(128, is_fp8=True).decode != mosaic_gpu.tuned_params(128).decode
+
+
 def test_query_tiles_begin_at_swizzle_tiles() -> None:
     """The interpreter does not know that TMA drops rows otherwise."""
     query_lens, seq_lens = (1, 70, 5, 129, 64), (9, 80, 5, 1000, 64)
