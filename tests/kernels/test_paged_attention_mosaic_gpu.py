@@ -161,7 +161,7 @@ def test_query_tiles_begin_at_swizzle_tiles() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"head_dim": 80}, "head_dim 80"),
+        ({"head_dim": 72}, "head_dim 72"),
         ({"block_size": 48}, "block_size 48"),
         ({"dtype": "float32"}, "float32"),
         ({"num_heads": 65, "num_kv_heads": 1}, "65 query heads"),
