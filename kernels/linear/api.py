@@ -63,8 +63,7 @@ def linear(
       bias: [*outputs].
       activation: None, or "silu": outputs are [2, F], and silu(out[0]) * out[1] is left.
       residual: [T, *outputs], or [T, F] with an activation.
-      implementation: one of `IMPLEMENTATIONS`. "mosaic_gpu" fetches the weight while the program's previous kernel
-        still runs: the weight must be an argument of the program, not something that it computes.
+      implementation: one of `IMPLEMENTATIONS`.
 
     Returns:
       [T, *outputs], or [T, F] with an activation, in x's dtype.
@@ -131,7 +130,7 @@ def qkv_rope_kv_update(
 
     Args:
       x: [T, hidden].
-      weight: [hidden, kv_heads, group + 2, head_dim]; as for `linear`, an argument of the program.
+      weight: [hidden, kv_heads, group + 2, head_dim].
       norm_weight: [hidden].
       eps: of all norms.
       bias: [kv_heads, group + 2, head_dim].

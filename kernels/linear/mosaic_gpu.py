@@ -4,7 +4,7 @@ Two kernels. Where a weight fits into the SMs' shared memory, clusters share K a
 memory (`mosaic_gpu_cluster`); larger ones are cut into equal shares for all SMs, whose partial sums meet in device
 memory (`mosaic_gpu_shares`). In both, weight columns are wgmma's M and rows of x its N.
 
-`overlap` launches a kernel while the one before it still runs (programmatic dependent launch): weight tiles are
+`Params.overlap` launches a kernel while the one before it still runs (programmatic dependent launch): weight tiles are
 fetched meanwhile, everything else waits until that kernel has ended.
 
 A row's result depends on no other row, and sums run in a fixed order. The bound is device memory: the weight's bytes.

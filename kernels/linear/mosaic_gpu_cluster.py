@@ -28,9 +28,12 @@ from jaxinfer.kernels.linear.mosaic_gpu_common import (
     load_biases,
     normalise,
     out_layout,
+    repeat,
     row_scales,
     single_registers,
+    sum_of_squares,
     swizzled_smem,
+    x_layout,
 )
 from jaxinfer.kernels.linear.tuning import ATOM, Params, Product
 
@@ -42,7 +45,7 @@ def multiply(
     x_ref: Any,  # [T, K]
     w_ref: Any,  # [K, segments, F]
     norm_ref: Any,  # [K / 64, 64] or None
-    part_ref: Any,  # partial sums, where they go through device memory
+    part_refs: Any,  # partial sums, of the product and of squares of x, where they go through device memory
     finish: Finish,
     *,
     eps: float | None,
@@ -65,6 +68,9 @@ def multiply(
     column = lax.axis_index("column") * block_n
     split = lax.axis_index("split")
     in_shared = params.exchange == "shared"
+    is_resident = params.resident and norm_ref is not None
+    x_atoms = share // ATOM
+    part_ref, square_ref = part_refs
 
     def wait_for_previous_kernel():
         if params.overlap:
@@ -73,17 +79,19 @@ def multiply(
     @functools.partial(
         pl.run_scoped,
         w_smem=swizzled_smem((stages, segments, block_k, block_n), w_ref.dtype),
-        x_smem=swizzled_smem((stages, atoms, num_rows, ATOM), x_ref.dtype),
+        x_smem=swizzled_smem((x_atoms if is_resident else stages * atoms, num_rows, ATOM), x_ref.dtype),
         norm_smem=plgpu.SMEM((share // ATOM, ATOM), w_ref.dtype) if norm_ref is not None else (),
         part_smem=plgpu.SMEM((segments, num_rows, block_n), jnp.float32) if in_shared else (),
+        square_smem=plgpu.SMEM((num_rows,), jnp.float32) if is_resident and in_shared else (),
         scratch=scratch,
-        ready=plgpu.Barrier(num_arrivals=segments + atoms, num_barriers=stages),
+        ready=plgpu.Barrier(num_arrivals=segments + (0 if is_resident else atoms), num_barriers=stages),
         free=plgpu.Barrier(num_barriers=stages),
+        x_ready=plgpu.Barrier(num_arrivals=x_atoms) if is_resident else (),
         norm_ready=plgpu.Barrier(),
-        exchange=plgpu.ClusterBarrier(collective_axes=("split",), num_barriers=2) if splits > 1 else (),
+        exchange=plgpu.ClusterBarrier(collective_axes=("split",), num_barriers=3) if splits > 1 else (),
         collective_axes="wg",
     )
-    def _scope(w_smem, x_smem, norm_smem, part_smem, scratch, ready, free, norm_ready, exchange):
+    def _scope(w_smem, x_smem, norm_smem, part_smem, square_smem, scratch, ready, free, x_ready, norm_ready, exchange):
         wg = lax.axis_index("wg")
 
         @pl.when(wg == 1)
@@ -97,13 +105,18 @@ def multiply(
             def load_x(i, slot):
                 for a in range(atoms):
                     columns = pl.ds(split * share + i * block_k + a * ATOM, ATOM)
-                    plgpu.copy_gmem_to_smem(x_ref.at[:, columns], x_smem.at[slot, a], ready.at[slot])
+                    plgpu.copy_gmem_to_smem(x_ref.at[:, columns], x_smem.at[slot * atoms + a], ready.at[slot])
+
+            def load_resident(i, _):
+                columns = pl.ds(split * share + i * ATOM, ATOM)
+                plgpu.copy_gmem_to_smem(x_ref.at[:, columns], x_smem.at[i], x_ready)
 
             def load(i, _):
                 slot = lax.rem(i, stages)
                 plgpu.barrier_wait(free.at[slot])
                 load_w(i, slot)
-                load_x(i, slot)
+                if not is_resident:
+                    load_x(i, slot)
 
             if norm_ref is not None:
                 plgpu.copy_gmem_to_smem(norm_ref.at[pl.ds(split * share // ATOM, share // ATOM)], norm_smem, norm_ready)
@@ -113,11 +126,44 @@ def multiply(
             if params.overlap and num_tiles == stages:
                 plgpu.griddepcontrol_launch_dependents()
             wait_for_previous_kernel()
-            for i in range(stages):
-                load_x(i, i)
+            if is_resident:
+                repeat(x_atoms, load_resident)
+            else:
+                for i in range(stages):
+                    load_x(i, i)
             lax.fori_loop(stages, num_tiles, load, None)
             if params.overlap and num_tiles > stages:
                 plgpu.griddepcontrol_launch_dependents()
+
+        def at_split(shared, in_device, other):
+            """What another CTA of the cluster has left."""
+            if not in_shared:
+                return in_device.at[lax.axis_index("column"), other]
+            return shared if splits == 1 else plgpu.cluster_ref(shared, {"split": other})
+
+        def meet(number):
+            """Wait for the cluster; what its CTAs left for each other is then visible."""
+            if splits > 1:
+                plgpu.barrier_arrive(exchange.at[number])
+                plgpu.barrier_wait(exchange.at[number])
+            else:
+                plgpu.commit_smem()
+
+        def normalise_resident():
+            """Replace this CTA's share of x by its norm; each CTA adds up the squares of its own share."""
+            layout = x_layout().reduce(1)
+            mine = square_smem if in_shared else at_split(None, square_ref, split)
+            plgpu.barrier_wait(x_ready)
+            mine[...] = sum_of_squares(x_smem)
+            meet(2)
+            parts = [
+                plgpu.load(at_split(square_smem, square_ref, other), layout=layout, optimized=False)
+                for other in range(splits)
+            ]
+            scales = lax.rsqrt(functools.reduce(lambda a, b: a + b, parts) / size + eps)
+            plgpu.barrier_wait(norm_ready)
+            repeat(x_atoms, lambda i, _: normalise(x_smem.at[i], norm_smem.at[i], scales))
+            plgpu.commit_smem()
 
         @pl.when(wg == 0)
         def _consumer():
@@ -125,7 +171,9 @@ def multiply(
             my_rows = pl.ds(split * owned, owned)
             write = finish(my_rows, column, scratch)
             scales = None
-            if norm_ref is not None:
+            if is_resident:
+                normalise_resident()
+            elif norm_ref is not None:
                 assert eps is not None
                 scales = row_scales(x_ref, eps)
                 plgpu.barrier_wait(norm_ready)
@@ -134,14 +182,16 @@ def multiply(
                 def step(i, _):
                     slot = lax.rem(i, stages)
                     plgpu.barrier_wait(ready.at[slot])
+                    first_atom = (i if is_resident else slot) * atoms
                     if scales is not None:
                         for a in range(atoms):
-                            normalise(x_smem.at[slot, a], norm_smem.at[i * atoms + a], scales)
+                            normalise(x_smem.at[first_atom + a], norm_smem.at[i * atoms + a], scales)
                         plgpu.commit_smem()
                     for s, accumulator in enumerate(accumulators):
                         for a in range(atoms):
                             w = w_smem.at[slot, s, pl.ds(a * ATOM, ATOM)]
-                            plgpu.wgmma(accumulator, w.transpose((1, 0)), x_smem.at[slot, a].transpose((1, 0)))
+                            x = x_smem.at[first_atom + a]
+                            plgpu.wgmma(accumulator, w.transpose((1, 0)), x.transpose((1, 0)))
                     plgpu.wgmma_wait(segments * atoms)
 
                     @pl.when((i > 0) & (i - 1 + stages < num_tiles))
@@ -153,43 +203,36 @@ def multiply(
 
             products = pl.run_scoped(accumulate, *[plgpu.ACC((block_n, num_rows), jnp.float32)] * segments)
 
-            def part_of(other):
-                if not in_shared:
-                    return part_ref.at[lax.axis_index("column"), other]
-                if splits == 1:
-                    return part_smem
-                return plgpu.cluster_ref(part_smem, {"split": other})
-
             def read(segment, columns, layout):
                 parts = [
-                    plgpu.load(part_of(other).at[segment, my_rows, columns], layout=layout, optimized=False)
+                    plgpu.load(
+                        at_split(part_smem, part_ref, other).at[segment, my_rows, columns],
+                        layout=layout,
+                        optimized=False,
+                    )
                     for other in range(splits)
                 ]
                 return functools.reduce(lambda a, b: a + b, parts)
 
             for s, product in enumerate(products):
-                mine = part_smem if in_shared else part_of(split)
+                mine = part_smem if in_shared else at_split(None, part_ref, split)
                 mine.at[s].transpose((1, 0))[...] = plgpu.layout_cast(product, single_registers())
-            if splits > 1:
-                plgpu.barrier_arrive(exchange.at[0])
-                plgpu.barrier_wait(exchange.at[0])
-            else:
-                plgpu.commit_smem()
+            meet(0)
             write(read)
             if splits > 1:  # no CTA may end while others read its shared memory
-                plgpu.barrier_arrive(exchange.at[1])
-                plgpu.barrier_wait(exchange.at[1])
+                meet(1)
 
 
 def kernel(body: Callable[..., None], name: str, product: Product, params: Params, out_type: Any) -> Any:
-    """`body` on a cluster a block of columns. Its last output are the partial sums."""
+    """`body` on a cluster a block of columns. Its last two outputs are partial sums, of products and of squares."""
     blocks = product.columns // params.block_n
-    part = (1,)
+    parts, squares = (1,), (1,)
     if params.exchange == "device":
-        part = (blocks, params.splits, product.segments, product.rows, params.block_n)
+        parts = (blocks, params.splits, product.segments, product.rows, params.block_n)
+        squares = (blocks, params.splits, product.rows)
     return plgpu.kernel(
         body,
-        out_type=(out_type, jax.ShapeDtypeStruct(part, jnp.float32)),
+        out_type=(out_type, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (parts, squares))),
         grid=(blocks,),
         grid_names=("column",),
         cluster=(params.splits,),
@@ -208,7 +251,7 @@ def _kernel(
     fusions: Fusions,
     params: Params,
 ):
-    *optional, out_ref, part_ref = refs
+    *optional, out_ref, part_ref, square_ref = refs
     norm_ref, bias_ref, residual_ref = fusions.split(optional)
     segments, block_n = w_ref.shape[1], params.block_n
     owned = x_ref.shape[0] // params.splits
@@ -227,7 +270,7 @@ def _kernel(
 
         return write
 
-    multiply(x_ref, w_ref, norm_ref, part_ref, finish_block, eps=fusions.eps, params=params)
+    multiply(x_ref, w_ref, norm_ref, (part_ref, square_ref), finish_block, eps=fusions.eps, params=params)
 
 
 def run(operands: list[jax.Array], product: Product, fusions: Fusions, params: Params) -> jax.Array:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxinfer.kernels.linear.tuning import ATOM, ROWS
 
 TILE_ROWS = 8  # rows of a swizzled tile
 WARPS, LANES = 4, 32
+UNROLL = 8
 
 
 def swizzled_smem(shape: tuple[int, ...], dtype: Any) -> pl.MemoryRef:
@@ -61,6 +63,15 @@ def out_layout(rows: int, columns: int, *, whole_rows: bool = False) -> Any:
     return _tiled(tiling, warp_dims, (-2,))
 
 
+def repeat(count: int, body: Callable[[Any, Any], Any], carry: Any = None) -> Any:
+    """`lax.fori_loop`, written out where it is short."""
+    if count > UNROLL:
+        return lax.fori_loop(0, count, body, carry)
+    for i in range(count):
+        carry = body(i, carry)
+    return carry
+
+
 @dataclasses.dataclass(frozen=True)
 class Fusions:
     """What stands around the product."""
@@ -102,6 +113,18 @@ def row_scales(x_ref: Any, eps: float) -> jax.Array:
     total = plgpu.layout_cast(jnp.zeros((rows, ATOM), jnp.float32), x_layout())
     total = lax.fori_loop(0, size // ATOM // unroll, add_squares, total)
     return lax.rsqrt(total.sum(axis=1) / size + eps)
+
+
+def sum_of_squares(x_smem: Any) -> jax.Array:
+    """Of every row of x [atoms, T, 64] in shared memory, in the rows of `x_layout`."""
+    atoms, *shape = x_smem.shape
+
+    def add_squares(i, total):
+        wide = plgpu.load(x_smem.at[i], layout=x_layout()).astype(jnp.float32)
+        return total + wide * wide
+
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), x_layout())
+    return repeat(atoms, add_squares, zeros).sum(axis=1)
 
 
 def normalise(tile: Any, norm_weight: Any, scales: jax.Array) -> None:

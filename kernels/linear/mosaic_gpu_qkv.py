@@ -46,7 +46,7 @@ def _kernel(
     has_norm: bool,
     params: Params,
 ):
-    *optional, k_cache, v_cache, q_ref, part_ref = refs
+    *optional, k_cache, v_cache, q_ref, part_ref, square_ref = refs
     bias_ref = optional[0] if has_bias else None
     head_norms = optional[-2:] if has_norm else None
     dtype = x_ref.dtype
@@ -114,7 +114,9 @@ def _kernel(
         return write
 
     scratch = plgpu.SMEM((owned, head_dim), dtype)
-    mosaic_gpu_cluster.multiply(x_ref, w_ref, norm_ref, part_ref, finish, eps=eps, params=params, scratch=scratch)
+    mosaic_gpu_cluster.multiply(
+        x_ref, w_ref, norm_ref, (part_ref, square_ref), finish, eps=eps, params=params, scratch=scratch
+    )
 
 
 def qkv_rope_kv_update(
@@ -147,5 +149,5 @@ def qkv_rope_kv_update(
     )
     q = jax.ShapeDtypeStruct((num_rows, kv_heads * (rows - 2), head_dim), x.dtype)
     operands = (x, weight.reshape(size, 1, -1), norm_weight.reshape(-1, ATOM), cos, sin, slot_mapping, *optional)
-    out, _ = mosaic_gpu_cluster.kernel(body, "qkv_rope_kv_update", product, params, q)(*operands, k_ref, v_ref)
+    out, *_ = mosaic_gpu_cluster.kernel(body, "qkv_rope_kv_update", product, params, q)(*operands, k_ref, v_ref)
     return out, jax.freeze(k_ref), jax.freeze(v_ref)

@@ -34,7 +34,9 @@ class Params:
 
     block_n: output columns a cluster, a multiple of 64. splits: CTAs of a cluster, which share K. block_k: rows of a
     weight tile, a multiple of 64. num_stages: tiles in flight a CTA.
-    overlap: launch while the kernel before still runs; off in the interpreter, which does not know it.
+    resident: the CTAs of a cluster keep their share of x in shared memory and work out its norm together.
+    overlap: launch while the kernel before still runs, and fetch the weight meanwhile, which must then be an argument
+    of the program, not something that it computes. The interpreter does not know it.
     num_ctas: CTAs that get equal shares of all tiles, whatever `splits`; 0: clusters.
     exchange: a cluster's partial sums go through "shared" memory, or "device" memory, which the interpreter can follow.
     """
@@ -44,7 +46,8 @@ class Params:
     block_k: int = 64
     num_stages: int = 4
     num_ctas: int = 0
-    overlap: bool = True
+    resident: bool = False
+    overlap: bool = False
     exchange: str = "shared"
 
     def __post_init__(self) -> None:
@@ -64,9 +67,11 @@ class Params:
             num_tiles, depth = -(-total // self.num_ctas), product.size
         else:
             num_tiles, depth = product.size // self.splits // self.block_k, product.size // self.splits
-        stage = self.block_k * (product.segments * self.block_n + product.rows) * 2
+        is_resident = self.resident and has_norm
+        stage = self.block_k * (product.segments * self.block_n + product.rows * (not is_resident)) * 2
+        x = depth * product.rows * 2 if is_resident else 0
         sums = product.segments * product.rows * self.block_n * 4
-        return min(self.num_stages, num_tiles) * stage + sums + 2 * depth * has_norm
+        return min(self.num_stages, num_tiles) * stage + sums + x + 2 * depth * has_norm
 
     def check(self, product: Product, *, has_norm: bool = True) -> None:
         """Raise NotImplementedError, with the values, for a product that these parameters cannot do."""

@@ -3,6 +3,7 @@
 The interpreter runs neither the exchange through other CTAs' shared memory nor launches that overlap.
 """
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.kernels.linear import arg_specs, linear
+from jaxinfer.kernels.linear import arg_specs, linear, mosaic_gpu
+from jaxinfer.kernels.linear.tuning import Product, tuned_params
 
 pytestmark = pytest.mark.device
 
@@ -28,23 +30,31 @@ def test_matches_the_reference(name: str) -> None:
         assert np.linalg.norm(out - expected) < 6e-3 * np.linalg.norm(expected)
 
 
-def test_a_chain_of_launches_keeps_their_order() -> None:
-    """Each product reads what the one before wrote, while both run."""
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_chain_of_launches_keeps_their_order(overlap: bool) -> None:
+    """Each product reads what the one before wrote, also while both run."""
     specs = list(arg_specs.layer(arg_specs.MODELS["0.6B"], 16).values())[1::2]
-    inputs = [arg_specs.make_inputs(spec, seed) for seed, spec in enumerate(specs)]
-    weights = [0.1 * weight for _, weight, _ in inputs]  # the kernel wants arguments of the program
+    weights, params = [], []
+    for seed, spec in enumerate(specs):
+        _, weight, options = arg_specs.make_inputs(spec, seed)
+        weights.append(0.1 * weight.reshape(-1, 1, spec.outputs[0]))
+        tuned = tuned_params(Product(spec.rows, weights[-1].shape[0], 1, spec.outputs[0]))
+        assert tuned is not None
+        params.append(dataclasses.replace(tuned, overlap=overlap))
+    x = options["residual"]
 
-    def chain(x: jax.Array, weights: list[jax.Array], implementation: str) -> jax.Array:
-        total = x
+    def chain(x: jax.Array, weights: list[jax.Array], *, by_kernel: bool) -> jax.Array:
         for i in range(24):
-            spec, weight = specs[i % 2], weights[i % 2]
-            rows = jnp.tile(total, (1, np.prod(spec.inputs) // total.shape[1])).reshape(spec.rows, *spec.inputs)
-            total = linear(rows, weight, residual=total, implementation=implementation)
-        return total
+            weight = weights[i % 2]
+            rows = jnp.tile(x, (1, weight.shape[0] // x.shape[1]))
+            if by_kernel:
+                x = mosaic_gpu.linear(rows, weight, residual=x, params=params[i % 2])
+            else:
+                x = linear(rows, weight[:, 0], residual=x)
+        return x
 
-    chain = jax.jit(chain, static_argnames="implementation")
-    x = inputs[0][2]["residual"]
-    expected, first = (np.asarray(chain(x, weights, name).astype(jnp.float32)) for name in ("reference", "mosaic_gpu"))
+    chain = jax.jit(chain, static_argnames="by_kernel")
+    expected, first = (np.asarray(chain(x, weights, by_kernel=b).astype(jnp.float32)) for b in (False, True))
     assert np.linalg.norm(first - expected) < 2e-2 * np.linalg.norm(expected)
     for _ in range(20):
-        np.testing.assert_array_equal(np.asarray(chain(x, weights, "mosaic_gpu").astype(jnp.float32)), first)
+        np.testing.assert_array_equal(np.asarray(chain(x, weights, by_kernel=True).astype(jnp.float32)), first)

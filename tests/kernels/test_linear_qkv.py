@@ -44,15 +44,15 @@ def make_inputs(
     [
         (
             {"rows": 16, "hidden": 128, "kv_heads": 1, "group": 2, "head_dim": 64, "has_bias": False, "has_norm": True},
-            Params(block_n=64, splits=2, num_stages=2, overlap=False, exchange="device"),
+            Params(block_n=64, splits=2, num_stages=2, exchange="device"),
         ),
         (
             {"rows": 16, "hidden": 512, "kv_heads": 2, "group": 1, "head_dim": 128, "has_bias": True, "has_norm": True},
-            Params(block_n=128, splits=8, num_stages=2, overlap=False, exchange="device"),
+            Params(block_n=128, splits=8, num_stages=2, exchange="device"),
         ),
         (
             {"rows": 32, "hidden": 64, "kv_heads": 2, "group": 1, "head_dim": 128, "has_bias": True, "has_norm": False},
-            Params(block_n=128, splits=1, num_stages=2, overlap=False, exchange="device"),
+            Params(block_n=128, splits=1, num_stages=2, exchange="device"),
         ),
     ],
     ids=["QK-norm", "8 splits", "bias"],
