@@ -80,6 +80,25 @@ def test_columns_give_the_plans_of_going_one_by_one(shape):
     assert traffic.seen["columns"] > 0 or shape["num_drafts"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("num_blocks", [24, 80])
+def test_long_traffic_gives_the_same_plans(depth, policy, num_blocks):
+    shape = {
+        "seed": depth,
+        "depth": depth,
+        "policy": policy,
+        "num_blocks": num_blocks,
+        "max_num_seqs": 12,
+        "budget": 30,
+    }
+    plans, ends, traffic = run_traffic(shape, ByColumns, 2000)
+    assert (plans, ends) == run_traffic(shape, OneByOne, 2000)[:2]
+    assert traffic.seen["columns"] > 4000
+    assert traffic.seen["preempted"] > 50 or num_blocks > 24
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_most_rows_are_columns_where_there_is_room(depth):
     traffic = Traffic(3, depth, num_blocks=300, max_num_seqs=24, budget=64)  # the default scheduler
