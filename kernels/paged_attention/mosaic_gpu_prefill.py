@@ -42,8 +42,7 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_plan import (
 __all__ = ["PrefillParams", "PrefillPlan", "check_prefill_supported", "plan_prefill", "prefill_attention"]
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
-# Registers of a thread; 128 threads each of one producer and two consumers share 65,536.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+REGISTERS = 504  # of a thread of the producer and one of each consumer: what 384 threads are launched with
 F16_MAX = 65504.0
 
 
@@ -95,12 +94,12 @@ def _prefill_kernel(
 
         @pl.when(lax.axis_index("wg") == CONSUMERS)
         def _producer():
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(layer.params.producer_registers, action="decrease")
             load_items(q_ref, k_ref, v_ref, block_tables_ref, items, layer, memory)
 
         @pl.when(lax.axis_index("wg") < CONSUMERS)
         def _consumer():
-            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            plgpu.set_max_registers((REGISTERS - layer.params.producer_registers) // CONSUMERS, action="increase")
             attend_items(out_ref, sinks_ref, scales_ref, layer, memory)
 
 

@@ -155,12 +155,11 @@ def _load_directly(k_ref: Any, v_ref: Any, pages: _Pages, done: jax.Array, memor
         copy(k_ref, memory.k.at[slot], memory.k_ready.at[slot])
         _await_free(memory.v_free, slot, done, stages)
         low, high, has_unused = _used_keys(item, step, layer)
-        pl.when(~has_unused)(lambda: copy(v_ref, memory.v.at[slot], memory.v_ready.at[slot]))
+        copy(v_ref, memory.v.at[slot], memory.v_ready.at[jnp.where(has_unused, stages, slot)])
 
         @pl.when(has_unused)
         def _():
-            copy(v_ref, memory.v.at[slot], memory.raw_ready.at[1])
-            plgpu.barrier_wait(memory.raw_ready.at[1])
+            plgpu.barrier_wait(memory.v_ready.at[stages])
             zero_rows_outside(memory.v.at[slot], low, high)
             plgpu.commit_smem()
             for _ in range(layer.num_copies):

@@ -49,7 +49,7 @@ class Memory:
     record    of an item, for the consumers; behind them the two places of claims
     k, v      [num_stages, block_kv, D]
     raw_k, v  fp8 tiles before they are converted
-    raw_ready of K, of V: tiles that the producer has to work on first
+    v_ready   of the stages, and of a tile with unused slots, which the producer has to clean first
     p, acc    only in the interpreter
     """
 
@@ -83,7 +83,7 @@ def scratch(layer: Layer, q_dtype: Any, out_dtype: Any, cache_dtype: Any) -> dic
     )
     qo_shape, kv_shape = (q_buffers, CONSUMERS, ROWS, head_dim), (stages, block_kv, head_dim)
     raw = plgpu.SMEM(kv_shape[1:], cache_dtype) if layer.is_fp8 else None
-    kv_ready = plgpu.Barrier(num_arrivals=1 if layer.is_fp8 else layer.num_copies, num_barriers=stages)
+    kv_ready = functools.partial(plgpu.Barrier, num_arrivals=1 if layer.is_fp8 else layer.num_copies)
     kv_free = functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS, num_barriers=stages)
     if params.ctas > 1:
         kv_free = functools.partial(
@@ -99,9 +99,9 @@ def scratch(layer: Layer, q_dtype: Any, out_dtype: Any, cache_dtype: Any) -> dic
         "p": swizzled_smem((CONSUMERS, ROWS, block_kv), q_dtype, like=head_dim) if in_smem else None,
         "acc": plgpu.SMEM((CONSUMERS, ROWS, head_dim), jnp.float32) if in_smem else None,
         "q_ready": plgpu.Barrier(num_arrivals=CONSUMERS + 1, num_barriers=q_buffers),
-        "k_ready": kv_ready,
-        "v_ready": kv_ready,
-        "raw_ready": plgpu.Barrier(num_arrivals=layer.num_copies, num_barriers=2),
+        "k_ready": kv_ready(num_barriers=stages),
+        "v_ready": kv_ready(num_barriers=stages + 1),
+        "raw_ready": plgpu.Barrier(num_arrivals=layer.num_copies, num_barriers=2) if layer.is_fp8 else None,
         "q_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=q_buffers),
         "k_free": kv_free(),
         "v_free": kv_free(),

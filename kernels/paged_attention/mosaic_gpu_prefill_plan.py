@@ -32,7 +32,8 @@ class PrefillParams:
     block_kv: keys a step, a multiple of 64. num_stages: K and V tiles in flight. q_buffers: query tiles in flight.
     cluster: CTAs that work on one item and share its K and V tiles, 1 or 2. take_turns: whether consumers
     alternate between products and softmax. claims_items: CTAs claim items from a counter; otherwise they are
-    dealt back and forth. section_keys: keys of one KV head that stay in the L2 cache. num_sms: SMs of the device.
+    dealt back and forth. section_keys: keys of one KV head that stay in the L2 cache. producer_registers: of 504 that
+    it and the two consumers share a thread, 24 to 152 in steps of 16. num_sms: SMs of the device.
     accumulate_in_smem: for the interpreter, which knows neither a wgmma operand in registers nor stores to
     accumulators nor the counter.
     """
@@ -44,6 +45,7 @@ class PrefillParams:
     take_turns: bool = True
     claims_items: bool = True
     section_keys: int = 49152
+    producer_registers: int = 72
     num_sms: int = 132
     accumulate_in_smem: bool = False
 
@@ -52,6 +54,8 @@ class PrefillParams:
             raise ValueError(f"block_kv must be a positive multiple of 64, got {self.block_kv}")
         if self.num_stages < 2:
             raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
+        if self.producer_registers not in range(24, 153, 16):
+            raise ValueError(f"producer_registers must be 24, 40, ..., 152, got {self.producer_registers}")
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
 
