@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.arguments import OneLineParser, add_engine_arguments, engine_arguments, prepare_backend
+from jaxinfer.arguments import OneLineParser, add_engine_arguments, engine_arguments, keep_modules, prepare_backend
 from jaxinfer.config import WARMUPS, EngineConfig
 from jaxinfer.core import SamplingParams
 from jaxinfer.metrics.goodput import Objectives
@@ -181,6 +181,8 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.json)
     prepare_backend(args)
     from jaxinfer.measure import load_subject, measure  # here: --help and mistakes need no jax
+
+    keep_modules()
 
     with _status() as tell:
         tell("loading")

@@ -23,6 +23,7 @@ from jaxinfer.arguments import (
     add_engine_arguments,
     add_sampling_arguments,
     engine_arguments,
+    keep_modules,
     prepare_backend,
     sampling_params,
 )
@@ -101,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxinfer.interactive import converse  # here: --help and mistakes need no jax
     from jaxinfer.llm import LLM
 
+    keep_modules()
     with _compile_progress() as on_compile:
         llm = LLM(**engine_arguments(args), on_compile=on_compile)
         params = sampling_params(args, llm.get_default_sampling_params())

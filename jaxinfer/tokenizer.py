@@ -186,6 +186,16 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """The bytes that a token stands for; None where that is not a property of the token alone."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._find_bytes(token_id)
+        return self._bytes[token_id]
+
+    @cached_property
+    def _bytes(self) -> dict[int, bytes | None]:
+        """What `token_bytes` has said: asking the tokenizer costs more than all else that a token costs the host."""
+        return {}
+
+    def _find_bytes(self, token_id: int) -> bytes | None:
         if token_id in self._added:
             return self._added[token_id].content.encode()
         token = self.backend.id_to_token(token_id)

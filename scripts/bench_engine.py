@@ -12,7 +12,7 @@ START = time.perf_counter()
 import argparse  # noqa: E402
 from statistics import median  # noqa: E402
 
-from jaxinfer.arguments import prepare_backend  # noqa: E402
+from jaxinfer.arguments import keep_modules, prepare_backend  # noqa: E402
 
 BATCHES = {"b1": (1, 128, 128), "b32": (32, 128, 128), "b256": (256, 1024, 128), "ttft": (1, 2048, 8)}
 """Case -> requests, prompt and output tokens."""
@@ -35,6 +35,7 @@ def main() -> None:
 
     from jaxinfer.measure import load_subject
 
+    keep_modules()
     subject = load_subject(args.config, {"depth": args.depth, "kernels": args.kernels})
     engine, stats = subject.llm.engine, subject.llm.stats()
     print(f"{args.config} on {jax.devices()[0].device_kind}, jax {jax.__version__}, kernels {stats['kernels']}")
