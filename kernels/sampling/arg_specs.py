@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -69,17 +70,18 @@ CUT_BENCHMARKS = {
 }
 
 
+@partial(jax.jit, static_argnames="shape")
+def _make_logits(key: jax.Array, spread: float, peak: float, levels: float, *, shape: tuple[int, int]) -> jax.Array:
+    keys = jax.random.split(key, 2)
+    logits = jax.random.normal(keys[0], shape, jnp.float32) * spread
+    logits += jnp.where(jax.random.uniform(keys[1], shape) < 1e-3, peak, 0.0)
+    return jnp.where(levels > 0, jnp.round(logits * levels) / levels, logits)
+
+
 def make_inputs(spec: Spec, seed: int) -> Inputs:
     """Fresh random logits, seeds and positions."""
     rng = np.random.default_rng(seed)
-    shape = (spec.num_rows, spec.vocab)
-    keys = jax.random.split(jax.random.key(seed), 2)
-
-    @jax.jit
-    def make(keys: jax.Array) -> jax.Array:
-        logits = jax.random.normal(keys[0], shape, jnp.float32) * spec.spread
-        logits += jnp.where(jax.random.uniform(keys[1], shape) < 1e-3, spec.peak, 0.0)
-        return logits if spec.levels is None else jnp.round(logits * spec.levels) / spec.levels
+    shape, kind = (spec.num_rows, spec.vocab), (spec.spread, spec.peak, float(spec.levels or 0))
 
     def column(values: tuple | None, dtype: type) -> jax.Array | None:
         return None if values is None else jnp.asarray(np.resize(np.asarray(values, dtype), spec.num_rows))
@@ -87,7 +89,7 @@ def make_inputs(spec: Spec, seed: int) -> Inputs:
     temperature = column(spec.temperatures, np.float32)
     assert temperature is not None
     return Inputs(
-        make(keys),
+        _make_logits(jax.random.key(seed), *kind, shape=shape),
         temperature,
         jnp.asarray(rng.integers(0, 2**32, (spec.num_rows, 2), np.uint32)),
         jnp.asarray(rng.integers(0, 100_000, spec.num_rows, np.int32)),
