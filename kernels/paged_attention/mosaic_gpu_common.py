@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fragments
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 NEG_INF = -1e30  # finite: -inf - -inf is NaN
@@ -81,3 +82,25 @@ def pad_rows(x: jax.Array, *, multiple: int, minimum: int = 0) -> jax.Array:
     """`x` with zero rows added up to `minimum` and to a multiple of `multiple`: what TMA tiles ask for."""
     rows = max(-(-x.shape[0] // multiple) * multiple, minimum)
     return x if rows == x.shape[0] else jnp.pad(x, ((0, rows - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
+
+
+def signal_counter(counter_ref: Any) -> None:
+    """Add 1 to a counter in device memory, after everything this warpgroup has written."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def arrive(_, counter):
+        mgpu_utils.warpgroup_barrier()
+        mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(counter)).signal(1, memory_scope="gpu")
+
+    arrive(counter_ref)
+
+
+def await_counter(counter_ref: Any, value: jax.Array) -> None:
+    """Wait until a counter in device memory is `value`, and set it back to 0."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
+    def wait(_, counter, value):
+        semaphore = mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(counter))
+        semaphore.wait(value.registers.item(), memory_scope="gpu")
+
+    wait(counter_ref, value)

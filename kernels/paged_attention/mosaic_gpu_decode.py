@@ -18,6 +18,7 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_plan import DecodeParams
 
 MIN_GROUP = 8  # smallest wgmma N
 MAX_GROUP = 32
+MAX_FP8_GROUP = {256: 16}  # by head_dim, where registers do not suffice for more
 MAX_SMEM = 227 * 1024  # of a CTA
 SMEM_RESERVE = 3 * 1024  # barriers and the scratch of reductions
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
@@ -35,6 +36,8 @@ def check_decode_supported(
         )
     if group > MAX_GROUP:
         raise NotImplementedError(f"{group} query heads a KV head: more than {MAX_GROUP}")
+    if cache_dtype == jnp.float8_e4m3fn and group > MAX_FP8_GROUP.get(head_dim, MAX_GROUP):
+        raise NotImplementedError(f"{group} query heads a KV head of {head_dim} with an fp8 cache")
     if block_size % 16 or max(params.block_kv, block_size) % min(params.block_kv, block_size):
         raise NotImplementedError(f"block_size {block_size} with tiles of {params.block_kv} tokens")
 

@@ -27,21 +27,20 @@ The bound is device memory: 2 * tokens * kv_heads * head_dim * itemsize bytes ov
 """
 
 import functools
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.kernels.paged_attention.mosaic_gpu_common import (
     LOG2E,
     NEG_INF,
     TILE_ROWS,
+    await_counter,
     copy_layout,
     copy_rows,
+    signal_counter,
     swizzled_smem,
     zero_rows_outside,
 )
@@ -50,28 +49,6 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_plan import DecodeParams
 MERGE_UNROLL = 4  # partial results in flight while merging, if registers allow
 MERGE_REGISTERS = 64  # of a thread, for these
 F16_MAX = 65504.0
-
-
-def _arrive(counter_ref: Any) -> None:
-    """Add 1 to a counter in device memory, after everything this warpgroup has written."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def arrive(_, counter):
-        mgpu_utils.warpgroup_barrier()
-        mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(counter)).signal(1, memory_scope="gpu")
-
-    arrive(counter_ref)
-
-
-def _await(counter_ref: Any, value: jax.Array) -> None:
-    """Wait until a counter in device memory is `value`, and set it back to 0."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
-    def wait(_, counter, value):
-        semaphore = mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(counter))
-        semaphore.wait(value.registers.item(), memory_scope="gpu")
-
-    wait(counter_ref, value)
 
 
 def product_rows(head_dim: int) -> list[tuple[int, int]]:
@@ -107,8 +84,10 @@ def decode_kernel(
     dtype = jnp.float16 if is_quantised else k_ref.dtype  # of the products' operands
     keys_in_registers = is_quantised and params.keys_in_registers and block_kv == 64 and head_dim % 32 == 0
     padded_group = part_out_ref.shape[-1]
+    acc_registers = part_out_ref.shape[1] * padded_group // 128
     room = MERGE_REGISTERS // (4 if is_quantised else 1)
-    merge_unroll = max(1, min(MERGE_UNROLL, room // (part_out_ref.shape[1] * padded_group // 128)))
+    merge_unroll = max(1, min(MERGE_UNROLL, room // acc_registers))
+    widens_ahead = is_quantised and not keys_in_registers and acc_registers <= 32
     # TMA cannot swizzle groups that straddle the tiles of a swizzle, nor convert.
     is_staged = is_quantised or (group % TILE_ROWS != 0 and TILE_ROWS % group != 0)
     copy_tokens = min(block_size, block_kv)
@@ -215,15 +194,16 @@ def decode_kernel(
                 plgpu.barrier_wait(ready.at[slot])
                 itemsize = jnp.dtype(dtype).itemsize
                 layout = copy_layout(head_dim, itemsize)
-                rows = copy_rows(head_dim, itemsize) if keys_in_registers else block_kv  # registers are few beside keys
+                at_once = not keys_in_registers and head_dim <= 128  # otherwise registers are few
+                rows = block_kv if at_once else copy_rows(head_dim, itemsize)
                 for row in range(0, block_kv, rows):
                     values = plgpu.load(tiles.at[slot, pl.ds(row, rows)], layout=layout)
                     whole[pl.ds(row, rows)] = values.astype(whole.dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(free.at[slot])
 
-            def widen_keys(step):
-                if is_quantised and not keys_in_registers:
+            def widen_keys(step, *, ahead):
+                if is_quantised and not keys_in_registers and ahead == widens_ahead:
                     widen(k_smem, lax.rem(step, stages), whole_smem[-1], k_ready, k_free)
 
             def stage_queries(slot):
@@ -243,6 +223,7 @@ def decode_kernel(
                 low = 0 if window is None else high - window
                 k_tile, v_tile = (whole_smem[-1], whole_smem[0]) if is_quantised else (k_smem.at[slot], v_smem.at[slot])
 
+                widen_keys(piece.step + i, ahead=False)
                 if not is_quantised or keys_in_registers:
                     plgpu.barrier_wait(k_ready.at[slot])
                 if keys_in_registers:
@@ -289,8 +270,8 @@ def decode_kernel(
                     for (first, count), acc_ref in zip(blocks, acc_refs, strict=True):
                         v = v_tile if count == head_dim else v_tile.at[:, pl.ds(first, count)]
                         plgpu.wgmma(acc_ref, v.transpose((1, 0)), p_smem.transpose((1, 0)))
-                    if is_quantised:
-                        pl.when(i + 1 < piece.count)(lambda: widen_keys(piece.step + i + 1))
+                    if widens_ahead:
+                        pl.when(i + 1 < piece.count)(lambda: widen_keys(piece.step + i + 1, ahead=True))
                     return tuple(acc_ref[...] for acc_ref in acc_refs)
 
                 accumulators = [plgpu.ACC((count, padded_group), jnp.float32) for _, count in blocks]
@@ -354,7 +335,7 @@ def decode_kernel(
                     full(NEG_INF, (padded_group,), head_layout),
                     full(0, scores_shape),
                 )
-                widen_keys(piece.step)
+                widen_keys(piece.step, ahead=True)
                 attend = functools.partial(attend_tile, piece=piece)
                 acc, m, total = lax.fori_loop(0, piece.count, attend, init)
                 plgpu.barrier_arrive(q_free.at[q_slot])
@@ -367,7 +348,7 @@ def decode_kernel(
                     part_max_ref[cta] = m
                     part_sum_ref[cta] = total
                     owner = cta + pl.cdiv(piece.after, piece.share)
-                    _arrive(arrivals_ref.at[pl.ds(owner, 1)])
+                    signal_counter(arrivals_ref.at[pl.ds(owner, 1)])
 
                 @pl.when(piece.after == 0)
                 def _finish():
@@ -375,7 +356,7 @@ def decode_kernel(
 
                     @pl.when(others > 0)
                     def _():
-                        _await(arrivals_ref.at[pl.ds(cta, 1)], others)
+                        await_counter(arrivals_ref.at[pl.ds(cta, 1)], others)
 
                     merge = functools.partial(merge_parts, first=cta - others, count=others)
                     steps = pl.cdiv(others, merge_unroll)

@@ -165,6 +165,7 @@ def test_query_tiles_begin_at_swizzle_tiles() -> None:
         ({"block_size": 48}, "block_size 48"),
         ({"dtype": "float32"}, "float32"),
         ({"num_heads": 65, "num_kv_heads": 1}, "65 query heads"),
+        ({"num_heads": 32, "num_kv_heads": 1, "head_dim": 256, "cache_dtype": "float8_e4m3fn"}, "32 query heads"),
     ],
 )
 def test_says_what_it_cannot_do(change: dict, words: str) -> None:
