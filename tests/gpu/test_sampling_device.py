@@ -32,7 +32,10 @@ run, expect = jax.jit(mosaic_gpu.sample), jax.jit(reference.sample)
 
 
 def near_ties(inputs: Inputs, rows: np.ndarray, tokens: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """How far apart the reference's scores of two choices are: of their tiles, or of the ids inside one tile."""
+    """How far apart the reference's scores of two choices are: of their tiles, or of the ids inside one tile.
+
+    Infinite where it cuts one of them off.
+    """
     scaled = reference.cut(inputs.logits[rows], inputs.temperature[rows], **_rows(inputs, rows))
     seeds, positions = inputs.seeds[rows], inputs.positions[rows]
     gaps = np.zeros(len(rows))
@@ -47,7 +50,7 @@ def near_ties(inputs: Inputs, rows: np.ndarray, tokens: np.ndarray, expected: np
             stream, indices = Stream.TILE, tiles
         keys = row_keys(seeds[i : i + 1], positions[i : i + 1], stream)
         scores = scores + np.asarray(gumbel(keys, np.asarray([indices], np.int32)))[0]
-        gaps[i] = abs(scores[0] - scores[1]) if np.isfinite(scores).all() else np.inf  # the reference keeps both?
+        gaps[i] = abs(scores[0] - scores[1]) if np.isfinite(scores).all() else np.inf
     return gaps
 
 
