@@ -4,7 +4,7 @@ The interpreter runs neither the exchange through other CTAs' shared memory nor 
 """
 
 import dataclasses
-from functools import partial
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,43 @@ import numpy as np
 import pytest
 
 from jaxinfer.kernels.linear import arg_specs, linear, mosaic_gpu
-from jaxinfer.kernels.linear.tuning import Product, tuned_params
+from jaxinfer.kernels.linear.tuning import Params, Product, tuned_params
 
 pytestmark = pytest.mark.device
 
 
-@pytest.mark.parametrize("name", arg_specs.BENCHMARKS)
+SPECS = {
+    "0.6B qkv, 16 rows": None,
+    "0.6B out, 32 rows": None,
+    "0.6B gate_up, 16 rows": None,
+    "0.6B down, 16 rows": None,
+    "8B down, 16 rows": None,
+    "8B out, 16 rows": Params(num_ctas=132, num_stages=10),
+    "0.6B gate_up, 64 rows": Params(splits=4, num_stages=4),
+}
+"""Products by name, with tuned parameters or others."""
+
+
+@pytest.mark.parametrize("name", SPECS)
 def test_matches_the_reference(name: str) -> None:
     assert jax.default_backend() == "gpu", "these need a Hopper GPU"
     spec = arg_specs.BENCHMARKS[name]
-    multiply = jax.jit(partial(linear, activation=spec.activation, implementation="mosaic_gpu"))
+    size, segments = math.prod(spec.inputs), 1 if spec.activation is None else 2
+    product = Product(spec.rows, size, segments, math.prod(spec.outputs) // segments)
+    params = SPECS[name] or tuned_params(product)
+    assert params is not None
+
+    @jax.jit
+    def multiply(x: jax.Array, weight: jax.Array, options: dict[str, jax.Array]) -> jax.Array:
+        x, weight = x.reshape(spec.rows, size), weight.reshape(size, segments, product.columns)
+        return mosaic_gpu.linear(x, weight, **options, activation=spec.activation, params=params)
+
     for seed in range(3):  # a race would show between runs
         x, weight, options = arg_specs.make_inputs(spec, seed)
         wide = jax.tree.map(lambda a: a.astype(jnp.float32), (x, weight, options))
-        expected = np.asarray(linear(wide[0], wide[1], activation=spec.activation, **wide[2]))
-        out = np.asarray(multiply(x, weight, **options).astype(jnp.float32))
+        expected = linear(wide[0], wide[1], activation=spec.activation, **wide[2])
+        expected = np.asarray(expected).reshape(spec.rows, -1)
+        out = np.asarray(multiply(x, weight, options).astype(jnp.float32))
         assert np.linalg.norm(out - expected) < 6e-3 * np.linalg.norm(expected)
 
 
