@@ -100,7 +100,7 @@ class Consumer:
         plgpu.wait_smem_to_gmem(0)
 
     def _await_item(self, i: jax.Array) -> jax.Array:
-        buffer = lax.rem(i, self.layer.params.q_buffers)
+        buffer = self.layer.params.buffer(i)
         plgpu.barrier_wait(self.memory.q_ready.at[buffer])
         return item_lists.is_item(self.memory.record.at[buffer])
 
@@ -120,7 +120,7 @@ class Consumer:
     def _release(self, i: jax.Array) -> None:
         """Let the producer have the memory of an item once its output has been copied from there."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(self.memory.q_free.at[lax.rem(i, self.layer.params.q_buffers)])
+        plgpu.barrier_arrive(self.memory.q_free.at[self.layer.params.buffer(i)])
 
     def _take_turn(self) -> None:
         if self.layer.params.take_turns:
@@ -134,7 +134,7 @@ class Consumer:
         """The CTA's item i, after `done` K/V steps; returns the steps done after it."""
         layer, memory, params = self.layer, self.memory, self.layer.params
         stages, block_kv = params.num_stages, params.block_kv
-        buffer = lax.rem(i, params.q_buffers)
+        buffer = params.buffer(i)
         item = item_lists.Item.read(memory.record.at[buffer])
         position = item.position + item.part(self.number, layer.per_item)[1]
         q = memory.qo[0].at[buffer, self.wg]

@@ -40,9 +40,9 @@ def load_items(
     def await_buffer(i):
         @pl.when(i >= q_buffers)
         def _():
-            plgpu.barrier_wait(memory.q_free.at[lax.rem(i, q_buffers)])
+            plgpu.barrier_wait(memory.q_free.at[layer.params.buffer(i)])
 
-        return lax.rem(i, q_buffers)
+        return layer.params.buffer(i)
 
     def load_item(carry):
         i, done, index = carry
@@ -79,7 +79,7 @@ def _drain(count: jax.Array, done: jax.Array, layer: Layer, memory: Memory) -> N
         plgpu.barrier_wait(memory.v_free.at[lax.rem(i, stages)])
 
     def drain_q(i, _):
-        plgpu.barrier_wait(memory.q_free.at[lax.rem(i, q_buffers)])
+        plgpu.barrier_wait(memory.q_free.at[layer.params.buffer(i)])
 
     lax.fori_loop(jnp.maximum(done - stages, 0), done, drain_kv, None)
     lax.fori_loop(jnp.maximum(count - q_buffers + 1, 0), count, drain_q, None)

@@ -17,6 +17,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxinfer.kernels.paged_attention.mosaic_gpu_common import TILE_ROWS, leading_decode_rows
@@ -71,6 +72,13 @@ class PrefillParams:
     def heads_per_item(self, group: int) -> int:
         """Query heads of an item: one for each consumer of a cluster, if the group divides like that."""
         return math.gcd(group, CONSUMERS * self.ctas)
+
+    def buffer(self, i: jax.Array) -> jax.Array:
+        """Which of the q_buffers item i has.
+
+        Not a constant even if there is one: the compiler would keep, and spill, the addresses of its barriers.
+        """
+        return lax.rem(i, self.q_buffers) if self.q_buffers > 1 else jnp.minimum(i, 0)
 
     def tile_tokens(self, group: int) -> int:
         return ROWS * CONSUMERS * self.ctas // self.heads_per_item(group)
