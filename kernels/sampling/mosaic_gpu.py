@@ -75,7 +75,7 @@ def sample_slots(
     *,
     params: Params = Params(),
 ) -> tuple[jax.Array, Slots]:
-    """See `api.sample_slots`: one kernel, nothing beside it."""
+    """See `api.sample_slots`: two kernels, or one, and nothing beside them."""
     check_supported(logits.shape[1])
     tiles = _as_tiles(logits)
     return sample_and_advance(tiles, (slot_ids, samples, num_tokens), slots, params=params.tiles)

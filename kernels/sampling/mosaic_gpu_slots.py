@@ -1,4 +1,7 @@
-"""The plain program in one kernel: the pass over the logits, and the choice for each row by whichever CTA ends it.
+"""The plain program: reads the slots' state by slot and advances it in place, so that XLA adds no kernel of its own.
+
+Two kernels, a pass over the logits and a choice for each row; or, `is_fused`, one, in which whichever CTA ends a row
+chooses for it:
 
     CTA        0            1            2
     blocks     |0 1 2 3 4 5 | 6 7 8 9 10 | 11 ...        each CTA goes from its last block to its first
@@ -11,7 +14,8 @@ Nobody waits for anybody. The counters return to zero with the last arrival.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,48 +33,76 @@ from jaxinfer.kernels.sampling.mosaic_gpu_tiles import Shares, TilesParams, stor
 from jaxinfer.kernels.sampling.reference import Slots
 
 
-def _slots_kernel(
-    tiles_ref: Any,  # [S, tiles, 128]
-    slot_ids_ref: Any,  # [S]
-    samples_ref: Any,  # [S]
-    num_tokens_ref: Any,  # [S]
-    temperature_ref: Any,  # [B]
-    seeds_ref: Any,  # [B, 2]
-    counters_ref: Any,  # [S + 1]
-    last_tokens_ref: Any,  # [B], written
-    num_computed_ref: Any,  # [B], read and written
-    out_ref: Any,  # [S]
-    maxima_ref: Any,  # [S, entries / 128, 128]
-    sums_ref: Any,  # likewise
-    *,
-    params: TilesParams,
-) -> None:
-    num_slots = temperature_ref.shape[0]
-    shape = RowShape(tiles_ref.shape[1])
-    shares = Shares(tiles_ref.shape[0], shape, lax.axis_size("cta"))
-    cta = lax.axis_index("cta")
+class SlotRefs(NamedTuple):
+    """References to a step's rows and to the slots' state."""
 
-    def temperature_of(row: jax.Array) -> jax.Array:
-        slot = slot_ids_ref[row]
-        return jnp.where(slot < num_slots, temperature_ref[jnp.minimum(slot, num_slots - 1)], np.float32(0))
+    slot_ids: Any  # [S]
+    samples: Any  # [S]
+    num_tokens: Any  # [S]
+    temperature: Any  # [B]
+    seeds: Any  # [B, 2]
+    last_tokens: Any  # [B], written
+    num_computed: Any  # [B], read and written
 
-    def advance(row: jax.Array) -> None:
+    def place(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(the row's slot, or some slot; whether it has one)."""
+        slot, num_slots = self.slot_ids[row], self.temperature.shape[0]
+        return jnp.minimum(slot, num_slots - 1), slot < num_slots
+
+    def temperature_of(self, row: jax.Array) -> jax.Array:
+        place, is_row = self.place(row)
+        return jnp.where(is_row, self.temperature[place], np.float32(0))
+
+    def advance(self, row: jax.Array, tiles_ref: Any, maxima_ref: Any, sums_ref: Any, out_ref: Any) -> None:
         """Chooses for a row whose tiles are all known."""
-        slot = slot_ids_ref[row]
-        place = jnp.minimum(slot, num_slots - 1)
-        position = num_computed_ref[place] + num_tokens_ref[row]
-        low, high = seeds_ref[place, 0], seeds_ref[place, 1]
-        make = functools.partial(make_row, row, temperature_of(row), low, high, position)
+        place, is_row = self.place(row)
+        position = self.num_computed[place] + self.num_tokens[row]
+        low, high = self.seeds[place, 0], self.seeds[place, 1]
+        make = functools.partial(make_row, row, self.temperature_of(row), low, high, position)
         token = choose_token(tiles_ref, row, maxima_ref, sums_ref, make)
         out_ref[row] = token
 
-        @pl.when(slot < num_slots)
+        @pl.when(is_row)
         def _() -> None:
-            num_computed_ref[place] = position
+            self.num_computed[place] = position
 
-            @pl.when(samples_ref[row])
+            @pl.when(self.samples[row])
             def _() -> None:
-                last_tokens_ref[place] = jnp.maximum(token, 0)
+                self.last_tokens[place] = jnp.maximum(token, 0)
+
+
+def _tiles_kernel(
+    tiles_ref: Any,  # [S, tiles, 128]
+    slot_ids_ref: Any,  # [S]
+    temperature_ref: Any,  # [B]
+    *out_refs: Any,  # [S, entries / 128, 128] each: maxima and sums
+    num_stages: int,
+) -> None:
+    rows = SlotRefs(slot_ids_ref, None, None, temperature_ref, None, None, None)
+    store = functools.partial(store_entries, out_refs)
+    stream_tiles(tiles_ref, rows.temperature_of, store, num_stages=num_stages, with_seconds=False)
+
+
+def _advance_kernel(
+    tiles_ref: Any,  # [S, tiles, 128]
+    maxima_ref: Any,  # [S, entries / 128, 128]
+    sums_ref: Any,  # likewise
+    *refs: Any,  # as `SlotRefs` has them; then out [S]
+) -> None:
+    rows, out_ref = SlotRefs(*refs[:-1]), refs[-1]
+    rows.advance(lax.axis_index("row"), tiles_ref, maxima_ref, sums_ref, out_ref)
+
+
+def _fused_kernel(
+    tiles_ref: Any,  # [S, tiles, 128]
+    counters_ref: Any,  # [S + 1]
+    *refs: Any,  # as `SlotRefs` has them; then out [S]; maxima and sums [S, entries / 128, 128]
+    params: TilesParams,
+) -> None:
+    rows, (out_ref, maxima_ref, sums_ref) = SlotRefs(*refs[:-3]), refs[-3:]
+    shape = RowShape(tiles_ref.shape[1])
+    shares = Shares(tiles_ref.shape[0], shape, lax.axis_size("cta"))
+    cta = lax.axis_index("cta")
 
     @functools.partial(pl.run_scoped, order=plgpu.SMEM((1,), jnp.int32))
     def _scope(order: Any) -> None:
@@ -96,9 +128,9 @@ def _slots_kernel(
             def _() -> None:
                 @pl.when(comes_last(row))
                 def _() -> None:
-                    advance(row)
+                    rows.advance(row, tiles_ref, maxima_ref, sums_ref, out_ref)
 
-        stream_tiles(tiles_ref, temperature_of, store, num_stages=params.num_stages, with_seconds=False)
+        stream_tiles(tiles_ref, rows.temperature_of, store, num_stages=params.num_stages, with_seconds=False)
 
 
 def _arrive(counter_ref: Any, order_ref: Any, others: jax.Array) -> None:
@@ -136,17 +168,29 @@ def sample_and_advance(
     num_rows, num_tiles, _ = tiles.shape
     shape = RowShape(num_tiles)
     known = jax.ShapeDtypeStruct((num_rows, shape.entry_rows, TILE), jnp.float32)
+    out = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+    num_ctas = params.num_ctas(num_rows * shape.num_blocks)
     last_tokens, num_computed = jax.new_ref(slots.last_tokens), jax.new_ref(slots.num_computed)
-    # A constant of the program; the last element keeps XLA from making it anew in each run.
-    counters = jnp.asarray(np.arange(num_rows + 1) // num_rows, jnp.int32)
-    kernel = plgpu.kernel(
-        functools.partial(_slots_kernel, params=params),
-        out_type=(jax.ShapeDtypeStruct((num_rows,), jnp.int32), known, known),
-        grid=(params.num_ctas(num_rows * shape.num_blocks),),
-        grid_names=("cta",),
-        kernel_name="sampling_slots",
+    refs = (*rows, slots.temperature, slots.seeds, last_tokens, num_computed)
+    if params.is_fused:
+        # A constant of the program; the last element keeps XLA from making it anew in each run.
+        counters = jnp.asarray(np.arange(num_rows + 1) // num_rows, jnp.int32)
+        body = functools.partial(_fused_kernel, params=params)
+        tokens = _kernel(body, "sampling_slots", (out, known, known), cta=num_ctas)(tiles, counters, *refs)[0]
+    else:
+        body = functools.partial(_tiles_kernel, num_stages=params.num_stages)
+        stream = _kernel(body, "sampling_slot_tiles", (known, known), cta=num_ctas)
+        found = stream(tiles, rows[0], slots.temperature)
+        tokens = _kernel(_advance_kernel, "sampling_slot_pick", out, row=num_rows)(tiles, *found, *refs)
+    return tokens, slots._replace(last_tokens=jax.freeze(last_tokens), num_computed=jax.freeze(num_computed))
+
+
+def _kernel(body: Callable[..., None], name: str, out_type: Any, **grid: int) -> Callable[..., Any]:
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    tables = (slots.temperature, slots.seeds, counters, last_tokens, num_computed)
-    tokens = kernel(tiles, *rows, *tables)[0]
-    return tokens, slots._replace(last_tokens=jax.freeze(last_tokens), num_computed=jax.freeze(num_computed))

@@ -31,13 +31,15 @@ PARTS, WIDTH = 4, TILE // 4  # a swizzled row of shared memory is 128 bytes
 class TilesParams:
     """Tuning: blocks of 32 KiB in flight a CTA, CTAs meant to share an SM, SMs of the device.
 
-    counts_arrivals: CTAs that share a row count up who comes last. Without, as in the interpreter, which knows no
-      atomics, CTAs must run one after the other.
+    is_fused: the plain program is one kernel.
+    counts_arrivals: in it, CTAs that share a row count up who comes last. Without, as in the interpreter, which knows
+      no atomics, CTAs must run one after the other.
     """
 
     num_stages: int = 3
     ctas_per_sm: int = 2
     num_sms: int = 132
+    is_fused: bool = False
     counts_arrivals: bool = True
 
     def num_ctas(self, num_blocks: int) -> int:

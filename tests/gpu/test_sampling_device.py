@@ -97,7 +97,7 @@ def test_exactly_what_the_cuts_keep_is_drawn() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 37, 256])
 def test_slots_are_advanced_in_place(num_rows: int) -> None:
-    """Many steps of one program: its counters are back at zero after each."""
+    """Many steps of one program."""
     rng = np.random.default_rng(num_rows)
     samples = rng.random(num_rows) < 0.9
     rows = (rng.permutation(300)[:num_rows].astype(np.int32), samples, np.ones(num_rows, np.int32))
