@@ -13,7 +13,6 @@ is what the same requests take on an ideal engine whose steps are bound by the d
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import os
@@ -183,7 +182,6 @@ def run(args: argparse.Namespace) -> int:
     from jaxinfer.measure import load_subject, measure  # here: --help and mistakes need no jax
 
     keep_modules()
-
     with _status() as tell:
         tell("loading")
         subject = load_subject(args.config, {**options, "on_compile": _compile_teller(tell)})
@@ -194,8 +192,7 @@ def run(args: argparse.Namespace) -> int:
             result = measure(subject, rounds, params, partial(_profiled, args.profile))
         report = make_report(args, subject, workload, rounds[0], result)
     write_json(args.json, report)
-    if args.json != "-" or has_rich():
-        print_tables(report, to_stderr=args.json == "-")
+    print_tables(report, to_stderr=args.json == "-")
     return 1 if report["measured"]["throughput"]["num_failed"] else 0
 
 
@@ -311,21 +308,15 @@ def read_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_output(name: str | None) -> None:
-    """Refuses, before anything is run, a file that cannot be written or tables that cannot be drawn.
+    """Refuses, before anything is run, a file that cannot be written.
 
     Raises:
-      ValueError: says what is missing.
+      ValueError: names it.
     """
     if name is not None and name != "-":
         path = Path(name)
         if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ValueError(f"--json {name}: it cannot be written")
-    if name != "-" and not has_rich():
-        raise ValueError("tables need the package rich, which is not installed; use --json -")
-
-
-def has_rich() -> bool:
-    return importlib.util.find_spec("rich") is not None
 
 
 def check_batch(args: argparse.Namespace, subject: Subject) -> None:
@@ -356,7 +347,7 @@ def write_json(name: str | None, report: dict[str, Any]) -> None:
 @contextmanager
 def _status() -> Iterator[Callable[[str], None]]:
     """Says on a terminal what is being done."""
-    if not sys.stderr.isatty() or not has_rich():
+    if not sys.stderr.isatty():
         yield lambda text: None
         return
     from rich.console import Console
