@@ -145,6 +145,7 @@ def decode_kernel(
                     slot = lax.rem(piece.step + i, stages)
                     next_pages = page_ids(piece, piece.tile + jnp.minimum(i + 1, piece.count - 1))
                     offset = lax.rem((piece.tile + i) * block_kv, block_size) if block_size > block_kv else 0
+                    plgpu.commit_smem()  # a barrier: a warp that lags two rounds behind the others would miss a phase
                     for source, smem, ready, free in (
                         (k_ref, k_smem, k_ready, k_free),
                         (v_ref, v_smem, v_ready, v_free),
