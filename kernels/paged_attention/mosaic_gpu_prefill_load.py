@@ -181,31 +181,32 @@ def _load_converted(k_ref: Any, v_ref: Any, pages: _Pages, done: jax.Array, memo
         (v_ref, memory.raw_v, memory.v, memory.v_ready, memory.v_free),
     )
 
-    def load_step(step, carry):
+    def load_step(step, carry):  # beginning one step early, when there is nothing to convert yet
         done, next_ids = carry
         slot = lax.rem(done, stages)
         next_ids, following = next_ids or pages.read(step + 1), pages.read_ahead(step + 2)
+        is_real = step >= item.first_step
         for i, (source, raw, smem, ready, free) in enumerate(tensors):
-            plgpu.barrier_wait(memory.raw_ready.at[i])
-            _await_free(free, slot, done, stages)
-            _convert(raw, smem.at[slot])
-            if source is v_ref:
-                low, high, has_unused = _used_keys(item, step, layer)
-                pl.when(has_unused)(functools.partial(zero_rows_outside, smem.at[slot], low, high))
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(ready.at[slot])
+
+            @pl.when(is_real)
+            def _(i=i, source=source, raw=raw, smem=smem, ready=ready, free=free):
+                plgpu.barrier_wait(memory.raw_ready.at[i])
+                _await_free(free, slot, done, stages)
+                _convert(raw, smem.at[slot])
+                if source is v_ref:
+                    low, high, has_unused = _used_keys(item, step, layer)
+                    pl.when(has_unused)(lambda: zero_rows_outside(smem.at[slot], low, high))
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(ready.at[slot])
 
             @pl.when(step + 1 < item.end_step)
             def _(i=i, source=source, raw=raw):
                 copy(source, raw, memory.raw_ready.at[i], ids=next_ids, step=step + 1)
 
-        return done + 1, following
+        return done + is_real.astype(jnp.int32), following
 
-    ids = pages.read(item.first_step)
-    for i, (source, raw, *_) in enumerate(tensors):
-        copy(source, raw, memory.raw_ready.at[i], ids=ids, step=item.first_step)
-    init = (done, pages.read_ahead(item.first_step + 1))
-    return lax.fori_loop(item.first_step, item.end_step, load_step, init)[0]
+    init = (done, pages.read_ahead(item.first_step))
+    return lax.fori_loop(item.first_step - 1, item.end_step, load_step, init)[0]
 
 
 def _await_free(free: Any, slot: jax.Array, done: jax.Array, stages: int) -> None:
