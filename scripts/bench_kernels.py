@@ -40,7 +40,7 @@ GOALS = {
     "1,024 new on 7,168, 8 rows": 610,
 }
 """GB/s of K and V, or TFLOP/s: the best known figures for an H200, or a little more."""
-VARIANTS = {"decode fp8 256 x 1,024: registers": {"keys_in_registers": True}}
+VARIANTS = {"decode fp8 256 x 1,024: through SMEM": {"keys_in_registers": False}}
 """Other parameters for a case, by fields of DecodeParams."""
 KV_UPDATES = {"kv_update 256 rows": 256, "kv_update 8,192 rows": 8192}
 
