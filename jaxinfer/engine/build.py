@@ -168,7 +168,11 @@ def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | 
 
 
 def choose_kernels(config: EngineConfig, model_config: ModelConfig, device: Device) -> Kernels:
-    """The implementation of each kernel: what the device can run, or the reference if that was asked for."""
+    """The implementation of each kernel: what the device can run, or the reference if that was asked for.
+
+    Products stay with XLA: those of `kernels.linear` are faster one by one, but each is a child graph of XLA's command
+    buffer, whose update on every step costs the host more than they save (docs/performance.md).
+    """
     assert config.block_size is not None
     assert config.max_num_seqs is not None
     assert config.max_num_batched_tokens is not None
@@ -186,11 +190,9 @@ def choose_kernels(config: EngineConfig, model_config: ModelConfig, device: Devi
     }
     tables = (config.max_num_seqs, -(-longest // config.block_size))
     platform = jax.default_backend()
-    is_hopper = platform == "gpu" and layer["compute_capability"] == "9.0"
     return Kernels(
         paged_attention.choose(platform, **layer, table_shape=tables),
         kv_update.choose(platform, **layer, num_tokens=config.max_num_batched_tokens),
-        linear="mosaic_gpu" if is_hopper else "reference",
         sampling=sampling.choose(platform, compute_capability=layer["compute_capability"]),
     )
 
