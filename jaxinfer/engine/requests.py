@@ -62,9 +62,9 @@ class RequestFactory:
         params = dataclasses.replace(params)  # checks it again; the caller may change the original
         text, token_ids, salt = self._read_prompt(prompt)
         vocab = self._model.vocab_size
-        for token in token_ids:
-            if not 0 <= token < vocab:
-                raise ValueError(f"prompt: token id {token} is outside the vocabulary of {vocab}")
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab):
+            token = next(token for token in token_ids if not 0 <= token < vocab)
+            raise ValueError(f"prompt: token id {token} is outside the vocabulary of {vocab}")
         params.check_vocabulary(vocab)
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         num_end_ids = len(eos.union(params.stop_token_ids or ()))
@@ -154,6 +154,8 @@ def _token_ids(value: Any) -> list[int]:
     if isinstance(value, bytes | str) or not hasattr(value, "__iter__"):
         raise ValueError(f"prompt must be text, token ids or a dict of them, got {type(value).__name__}")
     ids = list(value)
+    if set(map(type, ids)) == {int}:  # what is usual takes 15 ns a token
+        return ids
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, numbers.Integral):
             raise ValueError(f"prompt: {token!r} is not a token id")
