@@ -33,7 +33,7 @@ class _RegisterAccumulator:
     def __init__(self, ref: Any):
         self._ref = ref
 
-    def add(self, p: jax.Array, v_smem: Any) -> None:
+    def add(self, p: Any, v_smem: Any) -> None:
         plgpu.wgmma(self._ref, p, v_smem)
 
     def scale(self, factor: jax.Array) -> None:
@@ -44,18 +44,15 @@ class _RegisterAccumulator:
 
 
 class _SharedAccumulator:
-    """O and P in shared memory: the same results from what the interpreter knows."""
+    """O in shared memory: the same results from what the interpreter knows."""
 
-    def __init__(self, acc_smem: Any, p_smem: Any):
-        self._acc, self._p = acc_smem, p_smem
+    def __init__(self, acc_smem: Any):
+        self._acc = acc_smem
         self._acc[...] = jnp.zeros(acc_smem.shape, jnp.float32)
 
-    def add(self, p: jax.Array, v_smem: Any) -> None:
-        self._p[...] = p
-        plgpu.commit_smem()
-
+    def add(self, p: Any, v_smem: Any) -> None:
         def product(ref):
-            plgpu.wgmma(ref, self._p, v_smem)
+            plgpu.wgmma(ref, p, v_smem)
             return ref[...]
 
         self._acc[...] = self._acc[...] + pl.run_scoped(product, plgpu.ACC(self._acc.shape, jnp.float32))
@@ -107,7 +104,7 @@ class Consumer:
     def _attend_item(self, carry: tuple) -> tuple:
         i, done, _ = carry
         if self.layer.params.accumulate_in_smem:
-            done = self._attend(i, done, _SharedAccumulator(self.memory.acc.at[self.wg], self.memory.p.at[self.wg]))
+            done = self._attend(i, done, _SharedAccumulator(self.memory.acc.at[self.wg]))
         else:
             shape = (ROWS, self.layer.head_dim)
             done = pl.run_scoped(
@@ -152,27 +149,37 @@ class Consumer:
                 plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
                 for x in (MAX_FLOOR, 0.0)
             )
-            return self._softmax(s, m, total, position - item.first_step * block_kv)[:3]
+            p, m, total, _ = self._softmax(s, m, total, position - item.first_step * block_kv)
+            return self._hold(p, jnp.int32(0)), m, total
 
         def next_step(step, carry):
             p, m, total = carry
-            now = done + step - item.first_step
-            slot, last_slot = lax.rem(now, stages), lax.rem(now - 1, stages)
+            number = step - item.first_step
+            slot, last_slot = lax.rem(done + number, stages), lax.rem(done + number - 1, stages)
 
             def products(s_ref):
                 plgpu.barrier_wait(memory.v_ready.at[last_slot])
                 plgpu.barrier_wait(memory.k_ready.at[slot])
                 self._take_turn()
-                acc.add(p, memory.v.at[last_slot])
+                if not params.overlaps:
+                    acc.add(self._held(p, number - 1), memory.v.at[last_slot])
                 plgpu.wgmma(s_ref, q, memory.k.at[slot].transpose((1, 0)))
+                if params.overlaps:
+                    acc.add(self._held(p, number - 1), memory.v.at[last_slot])
                 self._pass_turn()
+                if params.overlaps and not params.accumulate_in_smem:
+                    return plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
                 return s_ref[...]
 
             s = pl.run_scoped(products, scores)
-            plgpu.barrier_arrive(memory.v_free.at[last_slot])
             plgpu.barrier_arrive(memory.k_free.at[slot])
+            if not params.overlaps:
+                plgpu.barrier_arrive(memory.v_free.at[last_slot])
             p, m, total, alpha = self._softmax(s, m, total, position - step * block_kv)
+            p = self._hold(p, number)
             acc.scale(alpha)
+            if params.overlaps:
+                plgpu.barrier_arrive(memory.v_free.at[last_slot])
             return p, m, total
 
         carry = pl.run_scoped(first_step, scores)
@@ -183,11 +190,22 @@ class Consumer:
 
         last_slot = lax.rem(done + end - 1 - item.first_step, stages)
         plgpu.barrier_wait(memory.v_ready.at[last_slot])
-        acc.add(p, memory.v.at[last_slot])
+        acc.add(self._held(p, end - 1 - item.first_step), memory.v.at[last_slot])
         out = acc.read()
         plgpu.barrier_arrive(memory.v_free.at[last_slot])
         self._finish(out, m, total, buffer)
         return done + end - item.first_step
+
+    def _hold(self, p: jax.Array, number: jax.Array) -> jax.Array | None:
+        """Keep the probabilities of an item's n-th step for its product with V, in registers or in shared memory."""
+        if not self.layer.params.has_p_in_smem:
+            return p
+        self.memory.p.at[self.wg, lax.rem(number, 2)][...] = p
+        plgpu.commit_smem()
+        return None
+
+    def _held(self, p: jax.Array | None, number: jax.Array) -> Any:
+        return self.memory.p.at[self.wg, lax.rem(number, 2)] if p is None else p
 
     def _softmax(self, s: jax.Array, m: jax.Array, total: jax.Array, distance: jax.Array) -> tuple:
         """(probabilities, maximum, sum, factor by which earlier results shrink) of a step.

@@ -50,7 +50,8 @@ class Memory:
     k, v      [num_stages, block_kv, D]
     raw_k, v  fp8 tiles before they are converted
     v_ready   of the stages, and of a tile with unused slots, which the producer has to clean first
-    p, acc    only in the interpreter
+    p         probabilities of two steps, if they do not stay in registers
+    acc       only in the interpreter
     """
 
     qo: Any
@@ -96,7 +97,7 @@ def scratch(layer: Layer, q_dtype: Any, out_dtype: Any, cache_dtype: Any) -> dic
         "v": swizzled_smem(kv_shape, q_dtype),
         "raw_k": raw,
         "raw_v": raw,
-        "p": swizzled_smem((CONSUMERS, ROWS, block_kv), q_dtype, like=head_dim) if in_smem else None,
+        "p": swizzled_smem((CONSUMERS, 2, ROWS, block_kv), q_dtype, like=head_dim) if params.has_p_in_smem else None,
         "acc": plgpu.SMEM((CONSUMERS, ROWS, head_dim), jnp.float32) if in_smem else None,
         "q_ready": plgpu.Barrier(num_arrivals=CONSUMERS + 1, num_barriers=q_buffers),
         "k_ready": kv_ready(num_barriers=stages),

@@ -31,12 +31,16 @@ class PrefillParams:
     """Tuning of the prefill kernel.
 
     block_kv: keys a step, a multiple of 64. num_stages: K and V tiles in flight. q_buffers: query tiles in flight.
-    cluster: CTAs that work on one item and share its K and V tiles, 1 or 2. take_turns: whether consumers
-    alternate between products and softmax. claims_items: CTAs claim items from a counter; otherwise they are
-    dealt back and forth. section_keys: keys of one KV head that stay in the L2 cache. producer_registers: of 504 that
-    it and the two consumers share a thread, 24 to 152 in steps of 16. num_sms: SMs of the device.
+    cluster: CTAs that work on one item and share its K and V tiles, 1 or 2.
+    take_turns: whether consumers alternate between products and softmax.
+    overlaps: whether a consumer also does its softmax during its product with V, for which the probabilities of two
+      steps need shared memory.
+    claims_items: CTAs claim items from a counter; otherwise they are dealt back and forth.
+    section_keys: keys of one KV head that stay in the L2 cache.
+    producer_registers: of 504 that it and the two consumers share, each thread; 24 to 152 in steps of 16.
+    num_sms: SMs of the device.
     accumulate_in_smem: for the interpreter, which knows neither a wgmma operand in registers nor stores to
-    accumulators nor the counter.
+      accumulators nor the counter.
     """
 
     block_kv: int = 128
@@ -44,6 +48,7 @@ class PrefillParams:
     q_buffers: int = 2
     cluster: int = 1
     take_turns: bool = True
+    overlaps: bool = False
     claims_items: bool = True
     section_keys: int = 49152
     producer_registers: int = 72
@@ -59,6 +64,10 @@ class PrefillParams:
             raise ValueError(f"producer_registers must be 24, 40, ..., 152, got {self.producer_registers}")
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
+
+    @property
+    def has_p_in_smem(self) -> bool:
+        return self.overlaps or self.accumulate_in_smem
 
     @property
     def claims(self) -> bool:

@@ -136,7 +136,7 @@ def run(spec: Spec, params: PrefillParams, *, seed: int = 0) -> tuple[np.ndarray
         ),
         (
             Spec((70,), (200,), num_heads=3, num_kv_heads=1, block_size=16, window=60, padding_rows=1),
-            PrefillParams(num_sms=1, block_kv=64, q_buffers=1, take_turns=False),
+            PrefillParams(num_sms=1, block_kv=64, q_buffers=1, take_turns=False, overlaps=True),
         ),
         (
             Spec(
