@@ -19,16 +19,10 @@ MAX_VOCAB = BLOCK * TILE * TILE  # the maxima of all tiles are a block of shared
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """Tuning of the kernels; without `cuts` by the number of rows."""
+    """Tuning of the kernels."""
 
     tiles: TilesParams = dataclasses.field(default_factory=TilesParams)
-    cuts: CutsParams | None = None
-
-    def cuts_of(self, num_rows: int) -> CutsParams:
-        """As much shared memory as leaves every row a place on the device."""
-        if self.cuts is not None:
-            return self.cuts
-        return CutsParams(num_stages=6 if num_rows <= self.tiles.num_sms else 3)
+    cuts: CutsParams = dataclasses.field(default_factory=CutsParams)
 
 
 def check_supported(vocab: int) -> None:
@@ -63,7 +57,7 @@ def sample(
         jnp.full(shape, off, jnp.int32) if top_k is None else jnp.where(top_k < vocab, jnp.maximum(top_k, 1), off),
         jnp.ones(shape) if top_p is None else top_p,
     )
-    return pick_with_cuts(tiles, known, rows, cuts, params=params.cuts_of(tiles.shape[0]))
+    return pick_with_cuts(tiles, known, rows, cuts, params=params.cuts)
 
 
 def sample_slots(

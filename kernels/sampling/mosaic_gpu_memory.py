@@ -34,7 +34,7 @@ class CutsParams:
     """Tuning: blocks of 32 KiB of shared memory a CTA, and the tiles that a pass takes at a time."""
 
     num_stages: int = 3
-    slice_tiles: int = 8
+    slice_tiles: int = 4
 
     @property
     def num_slots(self) -> int:
