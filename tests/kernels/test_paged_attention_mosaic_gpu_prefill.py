@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 from functools import partial
 
@@ -24,6 +25,9 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill import (
 )
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_items import Item, ItemList
 
+# The interpreter's threads wait for each other in callbacks, which run in XLA's pool. It has a thread a core, read when
+# the backend starts: on two cores, two waiting threads of a kernel keep the third from ever going on.
+os.environ.setdefault("NPROC", "8")
 # NaN in unused slots meets NumPy in the interpreter's wgmma.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
