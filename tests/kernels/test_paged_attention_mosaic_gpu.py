@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 
@@ -18,6 +19,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxinfer.kernels.paged_attention import arg_specs, mosaic_gpu, reference
 from jaxinfer.kernels.paged_attention.arg_specs import Spec
 
+# XLA's pool has a thread a core, read when the backend starts: on two, two waiting warpgroups keep a third from going on.
+os.environ.setdefault("NPROC", "8")
 # NaN in unused slots meets NumPy in the interpreter's wgmma.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
