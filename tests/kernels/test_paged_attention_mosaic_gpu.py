@@ -19,7 +19,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxinfer.kernels.paged_attention import arg_specs, mosaic_gpu, reference
 from jaxinfer.kernels.paged_attention.arg_specs import Spec
 
-# XLA's pool has a thread a core, read when the backend starts: on two, two waiting warpgroups keep a third from going on.
+# XLA's pool has a thread a core, read when the backend starts: on two, two waiting warpgroups block a third for ever.
 os.environ.setdefault("NPROC", "8")
 # NaN in unused slots meets NumPy in the interpreter's wgmma.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
