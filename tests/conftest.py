@@ -6,6 +6,8 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# XLA's pool has a thread a core. The GPU interpreter's kernels block in it: on two cores they can wait for ever.
+os.environ.setdefault("NPROC", "8")
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import tempfile
