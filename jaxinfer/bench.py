@@ -181,7 +181,8 @@ def run(args: argparse.Namespace) -> int:
     prepare_backend(args)
     from jaxinfer.measure import load_subject, measure  # here: --help and mistakes need no jax
 
-    keep_modules()
+    if __name__ == "__main__":  # not where tests or others call this
+        keep_modules()
     with _status() as tell:
         tell("loading")
         subject = load_subject(args.config, {**options, "on_compile": _compile_teller(tell)})

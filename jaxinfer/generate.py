@@ -102,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
     from jaxinfer.interactive import converse  # here: --help and mistakes need no jax
     from jaxinfer.llm import LLM
 
-    keep_modules()
+    if __name__ == "__main__":  # not where tests or others call this
+        keep_modules()
     with _compile_progress() as on_compile:
         llm = LLM(**engine_arguments(args), on_compile=on_compile)
         params = sampling_params(args, llm.get_default_sampling_params())

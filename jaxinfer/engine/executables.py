@@ -11,9 +11,7 @@ import hashlib
 import logging
 import os
 import tempfile
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ import jax
 from jax.experimental import serialize_executable
 
 LOGGER = logging.getLogger("jaxinfer")
-_HITS = threading.local()
 MOST_BYTES = 8 << 30
 """Of a folder; the oldest files go first."""
 
@@ -91,27 +88,6 @@ class ExecutableCache:
                 break
             path.unlink(missing_ok=True)
             excess -= size
-
-
-@contextmanager
-def watch_cache_hits() -> Iterator[list[str]]:
-    """A list that has something in it once this thread has taken a program from jax's compilation cache.
-
-    Such a program is not stored: whether one that was itself loaded can be serialised again is nowhere promised.
-    """
-    _HITS.seen = []
-    try:
-        yield _HITS.seen
-    finally:
-        del _HITS.seen
-
-
-def _note_event(event: str, **_: Any) -> None:
-    if event == "/jax/compilation_cache/cache_hits" and hasattr(_HITS, "seen"):
-        _HITS.seen.append(event)
-
-
-jax.monitoring.register_event_listener(_note_event)
 
 
 def source_digest() -> str:

@@ -45,7 +45,7 @@ from jaxinfer.batch import (
     features_from_columns,
 )
 from jaxinfer.config import ModelConfig
-from jaxinfer.engine.executables import ExecutableCache, watch_cache_hits
+from jaxinfer.engine.executables import ExecutableCache
 from jaxinfer.layers import KVCache
 from jaxinfer.models import DenseModel
 from jaxinfer.sampling import raw_logprobs, sample_full, sample_plain
@@ -148,9 +148,8 @@ class Programs:
         name, results = "-".join(map(str, key)), self._results(key, arguments)
         compiled = None if self.saved is None else self.saved.load(name, arguments, results)
         if compiled is None:
-            with watch_cache_hits() as hits:
-                compiled = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*arguments).compile()
-            if self.saved is not None and not hits:
+            compiled = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*arguments).compile()
+            if self.saved is not None:
                 self.saved.store(name, compiled, results)
         with self._lock:
             self._compiled[key] = compiled
