@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -23,6 +24,14 @@ _CACHE = tempfile.TemporaryDirectory(prefix="jaxinfer-tests-")
 jax.config.update("jax_compilation_cache_dir", _CACHE.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_programs():
+    """Each compiled program maps memory, and a process may have 65,530 maps: beyond that XLA crashes."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,8 @@ from jaxinfer.kernels.kv_update import rope_kv_update
 from jaxinfer.kernels.linear import linear, mosaic_gpu_qkv, qkv_rope_kv_update
 from jaxinfer.kernels.linear.tuning import Params
 
+pytestmark = pytest.mark.slow  # no layer uses this kernel yet
+
 H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 NUM_BLOCKS, BLOCK_SIZE = 4, 16
 
