@@ -6,10 +6,16 @@ import argparse
 import dataclasses
 import gc
 import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from jaxinfer.config import DTYPES, KERNELS, KV_CACHE_DTYPES, LOAD_FORMATS, EngineConfig
 from jaxinfer.core import SamplingParams
+
+INTERRUPTED, BROKEN_PIPE = 130, 141
+"""Exit codes, as of a shell: after Ctrl-C, and when the reader of stdout has gone."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -55,6 +61,36 @@ def prepare_backend(args: argparse.Namespace) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if args.profile is not None and flag not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}=true".strip()
+
+
+def run_command(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], args: argparse.Namespace
+) -> int:
+    """Runs a command; its exit code. A mistake in the call is told in one line."""
+    try:
+        return run(args)
+    except ValueError as error:
+        print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
+        return BROKEN_PIPE
+
+
+@contextmanager
+def profiled(directory: str | None) -> Iterator[None]:
+    """Traces the block into a folder, if one is named, and says on stderr what the device did."""
+    if directory is None:
+        yield
+        return
+    from jaxinfer.engine.profile import profile
+
+    with profile(directory) as trace:
+        yield
+    print(trace.describe(), file=sys.stderr)
 
 
 def keep_modules() -> None:

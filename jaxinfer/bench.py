@@ -25,7 +25,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.arguments import OneLineParser, add_engine_arguments, engine_arguments, keep_modules, prepare_backend
+from jaxinfer.arguments import (
+    OneLineParser,
+    add_engine_arguments,
+    engine_arguments,
+    keep_modules,
+    prepare_backend,
+    profiled,
+    run_command,
+)
 from jaxinfer.config import WARMUPS, EngineConfig
 from jaxinfer.core import SamplingParams
 from jaxinfer.metrics.goodput import Objectives
@@ -45,7 +53,6 @@ from jaxinfer.metrics.workload import (
 if TYPE_CHECKING:
     from jaxinfer.measure import Run, Subject
 
-INTERRUPTED, BROKEN_PIPE = 130, 141
 EXAMPLES = """\
 examples:
   python -m jaxinfer.bench throughput --config 0.6b --workload nano
@@ -156,17 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     parser = make_parser()
     args = parser.parse_args(arguments)
-    try:
-        return run(args)
-    except ValueError as error:
-        print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
-        return BROKEN_PIPE
+    return run_command(parser, run, args)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -190,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
             check_batch(args, subject)
             rounds = [draw(subject.vocab_size) for draw in workload.rounds]
             tell("warming up, then measuring")
-            result = measure(subject, rounds, params, partial(_profiled, args.profile))
+            result = measure(subject, rounds, params, partial(profiled, args.profile))
         report = make_report(args, subject, workload, rounds[0], result)
     write_json(args.json, report)
     print_tables(report, to_stderr=args.json == "-")
@@ -355,19 +352,6 @@ def _status() -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status("") as status:
         yield status.update
-
-
-@contextmanager
-def _profiled(directory: str | None) -> Iterator[None]:
-    """Traces the block into a folder, if one is named, and says on stderr what the device did."""
-    if directory is None:
-        yield
-        return
-    from jaxinfer.engine.profile import profile
-
-    with profile(directory) as trace:
-        yield
-    print(trace.describe(), file=sys.stderr)
 
 
 def _compile_teller(tell: Callable[[str], None]) -> Callable[[int, bool], None]:

@@ -25,6 +25,8 @@ from jaxinfer.arguments import (
     engine_arguments,
     keep_modules,
     prepare_backend,
+    profiled,
+    run_command,
     sampling_params,
 )
 from jaxinfer.core import RequestOutput, SamplingParams
@@ -32,7 +34,6 @@ from jaxinfer.core import RequestOutput, SamplingParams
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
 
-INTERRUPTED, BROKEN_PIPE = 130, 141
 EXAMPLES = """\
 examples:
   python -m jaxinfer.generate --prompt "The capital of France is" --temperature 0
@@ -76,17 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would tell that there is no PyTorch
     parser = make_parser()
     args = parser.parse_args(arguments)
-    try:
-        return run(args)
-    except ValueError as error:
-        print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
-        return BROKEN_PIPE
+    return run_command(parser, run, args)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         if args.chat or args.system is not None or template is not None:
             prompts = [as_chat(llm, prompt, args, template) for prompt in prompts]
-        with _profiled(args.profile):
+        with profiled(args.profile):
             return _answer(llm, prompts, params, args)
 
 
@@ -313,19 +304,6 @@ def to_record(index: int, output: RequestOutput) -> dict[str, Any]:
 
 
 # -- what goes to stderr -------------------------------------------------------------------------
-
-
-@contextmanager
-def _profiled(directory: str | None) -> Iterator[None]:
-    """Traces the block into a folder, if one is named, and says on stderr what the device did."""
-    if directory is None:
-        yield
-        return
-    from jaxinfer.engine.profile import profile
-
-    with profile(directory) as trace:
-        yield
-    print(trace.describe(), file=sys.stderr)
 
 
 @contextmanager

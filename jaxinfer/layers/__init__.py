@@ -5,7 +5,7 @@ from jaxinfer.layers.embedding import Embedding, compute_logits
 from jaxinfer.layers.linear import AttentionOutput, QKVProjection
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
-from jaxinfer.layers.rotary import apply_rotary, attention_factor, inverse_frequencies, rotary_angles
+from jaxinfer.layers.rotary import attention_factor, inverse_frequencies, rotary_angles
 
 __all__ = [
     "Attention",
@@ -15,7 +15,6 @@ __all__ = [
     "KVCache",
     "QKVProjection",
     "RMSNorm",
-    "apply_rotary",
     "attention_factor",
     "compute_logits",
     "inverse_frequencies",

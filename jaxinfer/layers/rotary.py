@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.config import RopeConfig
-from jaxinfer.kernels.kv_update import rotate as apply_rotary
 
-__all__ = ["apply_rotary", "attention_factor", "inverse_frequencies", "rotary_angles"]
+__all__ = ["attention_factor", "inverse_frequencies", "rotary_angles"]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:

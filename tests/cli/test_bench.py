@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 from tiny_models import VOCAB, write_model
 
-from jaxinfer import bench, measure
+from jaxinfer import arguments, bench, measure
 from jaxinfer.core import SamplingParams
 from jaxinfer.metrics.roofline import Roof
 from jaxinfer.metrics.workload import Job, draw_fixed
@@ -269,7 +269,7 @@ def test_interrupt_is_a_word(flags, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench, "run", interrupt)
-    assert call("throughput", flags, *SIZES) == bench.INTERRUPTED
+    assert call("throughput", flags, *SIZES) == arguments.INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
 
 

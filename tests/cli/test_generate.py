@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tiny_models import write_model
 
-from jaxinfer import generate
+from jaxinfer import arguments, generate
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def test_interrupt_ends_cleanly(flags):
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == generate.INTERRUPTED
+    assert process.returncode == arguments.INTERRUPTED
     assert err.strip() == "interrupted"
 
 
@@ -235,7 +235,7 @@ def test_broken_pipe_is_silent(flags):
     process.stdout.close()
     err = process.stderr.read()
     process.stderr.close()
-    assert process.wait(timeout=60) == generate.BROKEN_PIPE
+    assert process.wait(timeout=60) == arguments.BROKEN_PIPE
     assert err == ""
 
 

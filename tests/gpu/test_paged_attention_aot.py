@@ -7,22 +7,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
+from absent_devices import h200
 
 from jaxinfer.kernels.paged_attention import mosaic_gpu
 
 pytestmark = pytest.mark.aot
-H200 = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 minor: 0 } core_count: 132 threads_per_warp: 32
-  threads_per_block_limit: 1024 threads_per_core_limit: 2048 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98 device_memory_size: 150754820096
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
-"""
 # ptxas keeps a few addresses of barriers, which overflow the uniform registers, on the stack; they are read
 # between items, never in the loop over keys.
 COLD_SPILLS = {"paged_decode": 0, "paged_prefill": 48}
@@ -97,8 +86,7 @@ def compile_step(
     """
     params = mosaic_gpu.tuned_params(head_dim, is_fp8=cache_dtype is not None)
     params = dataclasses.replace(params, decode=dataclasses.replace(params.decode, **decode or {}))
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
-    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    sharding = h200()
     shape = partial(jax.ShapeDtypeStruct, sharding=sharding)
     cache = shape((200, num_kv_heads, block_size, head_dim), cache_dtype or dtype)
     scales = {} if cache_dtype is None else {name: shape((), jnp.float32) for name in ("k_scale", "v_scale")}

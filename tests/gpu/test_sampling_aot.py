@@ -8,24 +8,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
+from absent_devices import h200
 
 from jaxinfer.kernels.sampling import mosaic_gpu, reference
 from jaxinfer.kernels.sampling.mosaic_gpu_tiles import TilesParams
 
 pytestmark = pytest.mark.aot
 NUM_SLOTS = 1024
-H200 = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 minor: 0 } core_count: 132 threads_per_warp: 32
-  threads_per_block_limit: 1024 threads_per_core_limit: 2048 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98 device_memory_size: 150754820096
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
-"""
 
 
 KERNELS = {
@@ -67,8 +56,7 @@ def test_compiles_without_spills(
 
 
 def compile_sampler(kind: str, num_rows: int, vocab: int) -> jax.stages.Compiled:
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
-    shape = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(topology.devices[0]))
+    shape = partial(jax.ShapeDtypeStruct, sharding=h200())
     column, table = partial(shape, (num_rows,)), partial(shape, (NUM_SLOTS,))
     logits = shape((num_rows, vocab), jnp.float32)
     if kind.startswith("plain"):
