@@ -62,6 +62,7 @@ class BatchLayout:
             "update_columns": u,
             "update_blocks": u,
             "num_decodes": 1,
+            "needs_full_sampler": 1,
         }
         self.shape = shape
         self.slices: dict[str, slice] = {}
@@ -76,6 +77,7 @@ class BatchLayout:
         part = {name: buffer[where] for name, where in self.slices.items()}
         part["samples"] = part["samples"] != 0
         part["from_carry"] = part["from_carry"] != 0
+        part["needs_full_sampler"] = part["needs_full_sampler"] != 0
         return Batch(**part)
 
 
@@ -93,10 +95,18 @@ class Batch:
     update_columns: jax.Array  # int32 [U]
     update_blocks: jax.Array  # int32 [U]
     num_decodes: jax.Array  # int32 [1]: leading rows with one token
+    needs_full_sampler: jax.Array  # bool [1]: the step leaves sampling, and what it does to the carry, to that program
 
     @property
     def rows(self) -> Rows:
         return Rows(self.slot_ids, self.samples, self.query_start_loc[1:] - self.query_start_loc[:-1])
+
+    def rows_to_sample(self, num_slots: int) -> Rows:
+        """The rows that the step samples itself: all or none, which are then padding, of slot `num_slots`."""
+        skips = self.needs_full_sampler
+        rows = self.rows
+        slot_ids = jnp.where(skips, num_slots, rows.slot_ids)
+        return Rows(slot_ids, rows.samples & ~skips, jnp.where(skips, 0, rows.num_tokens))
 
 
 @pytree_dataclass

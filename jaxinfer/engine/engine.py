@@ -218,9 +218,9 @@ class Engine:
         requests = list(self._scheduler.live_requests())
         shapes = self._reachable(requests)
         programs = self.runner.programs
-        kinds = {"stage", "step", "admit"}
+        kinds = {"step", "admit"}
         for request in requests:
-            kinds |= {"full", "features"} if request.params.needs_full_sampler else {"plain"}
+            kinds |= {"full", "features"} if request.params.needs_full_sampler else set()
             kinds |= {"prompt"} if request.params.prompt_logprobs is not None else set()
         keys = [key for key in programs.keys(shapes) if key[0] in kinds]
         if self.config.enable_prefix_caching:

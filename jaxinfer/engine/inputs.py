@@ -11,20 +11,22 @@ from jaxinfer.batch import BatchLayout, DeviceShapes, SlotLayout
 from jaxinfer.core import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, DecodeRows, PlanRow, Request, StepPlan
 
 
-def pack(plan: StepPlan, layout: BatchLayout, num_slots: int) -> np.ndarray:
+def pack(plan: StepPlan, layout: BatchLayout, num_slots: int, into: np.ndarray | None = None) -> np.ndarray:
     """The step's buffer, int32 [layout.size].
 
     Args:
       plan: rows within the layout's bucket.
       layout: of the bucket.
       num_slots: B, the slot of padding rows.
+      into: zeros that are at least as long, to be filled instead of fresh ones.
     """
-    buffer = np.zeros(layout.size, np.int32)
+    buffer = np.zeros(layout.size, np.int32) if into is None else into
     part = {name: buffer[where] for name, where in layout.slices.items()}
     part["token_rows"][:] = layout.shape.num_rows
     part["slot_ids"][:] = num_slots
     part["update_slots"][:] = num_slots
     part["num_decodes"][0] = plan.num_decodes
+    part["needs_full_sampler"][0] = plan.needs_full_sampler
     _pack_decodes(plan.decodes, part)
     _pack_others(plan.others, part, len(plan.decodes))
     part["query_start_loc"][plan.num_rows + 1 :] = plan.num_tokens

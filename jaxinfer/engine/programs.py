@@ -1,8 +1,7 @@
 """The engine's pure functions, and their compiled forms.
 
-      stage    (staged, buffer)                         -> staged                the plan's buffer, at its place
-      step     (weights, caches, tables, outputs, carry, staged) -> (caches, tables, outputs)       keyed by shape
-      plain    (carry, logits, rows)                    -> (carry, out)                       keyed by S
+      step     (weights, caches, tables, buffers, carry, staged, packed)
+                   -> (caches, tables, buffers, carry, staged, tokens)                        keyed by shape
       full     (carry, features, logits, rows)          -> (carry, features, out)             keyed by S
       admit    (carry, tables, packed)                  -> (carry, tables)       slots that get a new owner
       features (features, packed)                       -> features              the same, for the full sampler
@@ -11,9 +10,10 @@
 
 Donated state comes back first. Nothing else is compiled while serving.
 
-A step's outputs are written into the buffers of the step before (donated, one a size), and its plan is copied to a
-fixed place first: XLA replays a step's command buffer as it is only if no address has changed, and otherwise updates
-all of its nodes, which takes the host as long as a small step takes the device.
+A step samples its rows itself, unless its plan says that the full sampler does. One program a step: each call costs the
+host some 0.2 ms. What a step leaves is written into the buffers of the step before (donated, one a size), and its plan
+is first copied to a fixed place: XLA replays a step's command buffer as it is where no address has changed, and updates
+the other nodes, which for all of them takes the host as long as a small step takes the device.
 """
 
 from __future__ import annotations
@@ -179,10 +179,10 @@ class Programs:
         """Every program that steps of these shapes need."""
         shapes = list(shapes)
         rows = sorted({shape.num_rows for shape in shapes}, reverse=True)
-        samplers = [(kind, size) for size in rows for kind in ("plain", "full")]
+        samplers = [("full", size) for size in rows]
         copies = [("copy", size) for size in self.copy_sizes]
         prompts = [("prompt", size) for size in sorted({shape.num_tokens for shape in shapes}, reverse=True)]
-        return [*map(self.step_key, shapes), *samplers, ("stage",), ("admit",), ("features",), *copies, *prompts]
+        return [*map(self.step_key, shapes), *samplers, ("admit",), ("features",), *copies, *prompts]
 
     @property
     def copy_sizes(self) -> tuple[int, ...]:
@@ -193,13 +193,9 @@ class Programs:
         match key:
             case ("step", *shape):
                 layout = BatchLayout(BatchShape(*shape))
-                state = (self.caches, self.tables, self.buffers(layout.shape))
-                return self._step(layout), (1, 2, 3), (self.weights, *state, self.carry, self.staged(layout.size))
-            case ("stage",):
-                return _stage, (0,), (self.staged(), self.staged())
-            case ("plain", num_rows):
-                sampler = partial(sample_plain, implementation=self.sampling)
-                return sampler, (0,), (self.carry, self._logits(num_rows), _abstract_rows(num_rows))
+                staged = self.staged(layout.size)
+                state = (self.caches, self.tables, self.buffers(layout.shape), self.carry, staged)
+                return self._step(layout), (1, 2, 3, 4, 5), (self.weights, *state, staged)
             case ("full", num_rows):
                 arguments = (self.carry, self.features, self._logits(num_rows), _abstract_rows(num_rows))
                 return partial(sample_full, implementation=self.sampling), (0, 1), arguments
@@ -224,16 +220,14 @@ class Programs:
         logprobs = LogprobOutput(*[0] * 4)  # pyright: ignore[reportArgumentType]
         match key[0]:
             case "step":
-                return arguments[1:4]
-            case "plain":
-                return arguments[0], StepOutput(0, None)  # pyright: ignore[reportArgumentType]
+                return *arguments[1:6], 0
             case "full":
                 return *arguments[:2], StepOutput(0, logprobs)  # pyright: ignore[reportArgumentType]
             case "admit":
                 return arguments[:2]
             case "prompt":
                 return logprobs
-        return arguments[0]  # stage, features, copy
+        return arguments[0]  # features, copy
 
     def staged(self, least: int = 0) -> jax.ShapeDtypeStruct:
         """Where a step finds its plan: one place for all buckets."""
@@ -255,15 +249,20 @@ class Programs:
             buffers: StepBuffers,
             carry: Carry,
             staged: jax.Array,
-        ) -> tuple[list[KVCache], jax.Array, StepBuffers]:
+            packed: jax.Array,
+        ) -> tuple[list[KVCache], jax.Array, StepBuffers, Carry, jax.Array, jax.Array]:
             del buffers  # overwritten
+            staged = _stage(staged, packed, carry)
             batch = layout.unpack(staged)
             tables = tables.at[batch.update_slots, batch.update_columns].set(batch.update_blocks, mode="drop")
             token_ids, meta = derive_inputs(batch, tables, carry, layout.shape.block_size)
             model = self._rebuild(weights)
             hidden, caches = model(token_ids, meta, caches, is_decode=layout.shape.is_decode)
             last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
-            return caches, tables, StepBuffers(model.logits(hidden[last]), batch.rows, hidden)
+            logits = model.logits(hidden[last])
+            rows = batch.rows_to_sample(self.shapes.num_slots)
+            carry, output = sample_plain(carry, logits, rows, implementation=self.sampling)
+            return caches, tables, StepBuffers(logits, batch.rows, hidden), carry, staged, output.tokens
 
         return step
 
@@ -291,9 +290,13 @@ class Programs:
         return jax.tree.map(lambda table, new: table.at[slots].set(new, mode="drop"), features, rows)
 
 
-def _stage(staged: jax.Array, buffer: jax.Array) -> jax.Array:
-    del staged  # overwritten
-    return buffer
+def _stage(staged: jax.Array, packed: jax.Array, carry: Carry) -> jax.Array:
+    """The plan, at the place of the plan before: one copy reads where the host has put it, and nothing else does.
+
+    The start is 0, which XLA cannot know: it would otherwise let every reader read `packed` itself.
+    """
+    zero = jnp.minimum(carry.num_computed[0], 0)
+    return jax.lax.optimization_barrier(jax.lax.dynamic_update_slice(staged, packed, (zero,)))
 
 
 def _abstract_rows(num_rows: int) -> Rows:

@@ -85,30 +85,25 @@ class Runner:
         self._copy_blocks(plan.copies)
         self._admit([row for row in plan.others if row.is_admission])
         shape = self.ladder.fit(plan.num_tokens, plan.num_rows)
-        buffers = self._run_step(shape, plan)
-        logits, rows = buffers.logits, buffers.rows
+        buffers, output = self._run_step(shape, plan)
         if plan.needs_full_sampler:
             sample = self.programs.get(("full", shape.num_rows))
-            self.carry, self.features, output = sample(self.carry, self.features, logits, rows)
-        else:
-            self.carry, output = self.programs.get(("plain", shape.num_rows))(self.carry, logits, rows)
+            self.carry, self.features, output = sample(self.carry, self.features, buffers.logits, buffers.rows)
         chunks = self._score_prompts(plan, buffers.hidden)
         jax.tree.map(lambda array: array.copy_to_host_async(), (output, [chunk[-1] for chunk in chunks]))
         return InFlight(plan, output, chunks)
 
-    def _run_step(self, shape: BatchShape, plan: StepPlan) -> StepBuffers:
-        """Stages the plan and runs its step; what it left for the sampler."""
-        buffer = np.zeros(self.staged.shape, np.int32)
-        packed = inputs.pack(plan, self._layout(shape), self.shapes.num_slots)
-        buffer[: packed.size] = packed
-        self.staged = self.programs.get(("stage",))(self.staged, buffer)
+    def _run_step(self, shape: BatchShape, plan: StepPlan) -> tuple[StepBuffers, StepOutput]:
+        """Runs a plan's step: what it left for the full sampler, and its tokens if it did not need that."""
+        packed = np.zeros(self.staged.shape, np.int32)
+        inputs.pack(plan, self._layout(shape), self.shapes.num_slots, into=packed)
         step = self.programs.get(self.programs.step_key(shape))
         old = self._take_buffers(shape)
-        state = (self.weights, self.caches, self.tables, old, self.carry, self.staged)
-        self.caches, self.tables, buffers = step(*state)
+        state = (self.weights, self.caches, self.tables, old, self.carry, self.staged, packed)
+        self.caches, self.tables, buffers, self.carry, self.staged, tokens = step(*state)
         self._rows[shape.num_rows] = buffers.logits, buffers.rows
         self._hidden[shape.num_tokens] = buffers.hidden
-        return buffers
+        return buffers, StepOutput(tokens, None)
 
     def _take_buffers(self, shape: BatchShape) -> StepBuffers:
         """The buffers that the last step of these sizes wrote; new ones the first time."""
@@ -163,22 +158,18 @@ class Runner:
         jax.block_until_ready(self.caches)
 
     def _run_padding(self, key: Key) -> None:
-        """Runs a program on rows that change nothing. A step brings its sampler along."""
+        """Runs a program on rows that change nothing. A step brings the full sampler along."""
         match key:
             case ("step", *values):
                 shape = BatchShape(*values)
-                buffers = self._run_step(shape, StepPlan())
-                logits, rows = buffers.logits, buffers.rows
-                self.carry, out = self.programs.get(("plain", shape.num_rows))(self.carry, logits, rows)
+                buffers, out = self._run_step(shape, StepPlan())
                 full = self.programs.get(("full", shape.num_rows))
-                self.carry, self.features, more = full(self.carry, self.features, logits, rows)
+                self.carry, self.features, more = full(self.carry, self.features, buffers.logits, buffers.rows)
                 jax.tree.map(np.asarray, (out, more))
             case ("prompt", num_tokens):
                 hidden = jax.numpy.zeros((num_tokens, self.programs.hidden_size), self.programs.dtype)
                 ints = np.zeros(PROMPT_ROWS, np.int32)
                 jax.tree.map(np.asarray, self.programs.get(key)(self.weights, hidden, ints, ints))
-            case ("stage",):
-                self.staged = self.programs.get(key)(self.staged, np.zeros(self.staged.shape, np.int32))
             case ("admit",):
                 self._admit_rows([])
             case ("features",):
