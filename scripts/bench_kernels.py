@@ -165,12 +165,13 @@ class AttentionCase:
     def lower(self) -> jax.stages.Lowered:
         attend = jax.jit(partial(mosaic_gpu.paged_attention, **arg_specs.make_options(self.spec)))
 
-        def calls(sets: list[Inputs], plan: mosaic_gpu.Plan) -> tuple[list[jax.Array], jax.Array]:
+        def calls(sets: list[Inputs], plan: mosaic_gpu.Plan) -> tuple[list[jax.Array], list[jax.Array]]:
             checked = [attend(*inputs, step_plan=plan) for inputs in sets]
             q = checked[-1]
             for i in range(self.count - len(sets)):
                 q = attend(*sets[i % 2]._replace(q=q), step_plan=plan)
-            return checked, q
+            # An array that is returned twice is copied.
+            return checked, [q] if self.count > len(sets) else []
 
         sets = jax.eval_shape(self.make_inputs)
         plan = jax.eval_shape(lambda inputs: make_plan(self.spec, inputs, self.params), sets[0])
