@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.kernels.paged_attention import mosaic_gpu_prefill_items as item_lists
+from jaxinfer.kernels.paged_attention import mosaic_gpu_prefill_products as products
 from jaxinfer.kernels.paged_attention.mosaic_gpu_common import LOG2E, NEG_INF
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_memory import Layer, Memory
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_plan import CONSUMERS, ROWS
@@ -103,7 +104,9 @@ class Consumer:
 
     def _attend_item(self, carry: tuple) -> tuple:
         i, done, _ = carry
-        if self.layer.params.accumulate_in_smem:
+        if self.layer.params.has_overlap:
+            done = self._attend(i, done, None)
+        elif self.layer.params.accumulate_in_smem:
             done = self._attend(i, done, _SharedAccumulator(self.memory.acc.at[self.wg]))
         else:
             shape = (ROWS, self.layer.head_dim)
@@ -145,10 +148,11 @@ class Consumer:
             self._pass_turn()
             s = s_ref[...]
             plgpu.barrier_arrive(memory.k_free.at[slot])
-            m, total = (
-                plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-                for x in (MAX_FLOOR, 0.0)
-            )
+            m = plgpu.layout_cast(jnp.full((ROWS,), MAX_FLOOR, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+            if params.has_overlap:
+                total = plgpu.layout_cast(jnp.full((ROWS, 8), 0.0, jnp.float32), plgpu.Layout.WGMMA)
+            else:
+                total = plgpu.layout_cast(jnp.full((ROWS,), 0.0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
             p, m, total, _ = self._softmax(s, m, total, position - item.first_step * block_kv)
             return self._hold(p, jnp.int32(0)), m, total
 
@@ -157,41 +161,54 @@ class Consumer:
             number = step - item.first_step
             slot, last_slot = lax.rem(done + number, stages), lax.rem(done + number - 1, stages)
 
-            def products(s_ref):
+            def both(s_ref):
                 plgpu.barrier_wait(memory.v_ready.at[last_slot])
                 plgpu.barrier_wait(memory.k_ready.at[slot])
                 self._take_turn()
-                if not params.overlaps:
-                    acc.add(self._held(p, number - 1), memory.v.at[last_slot])
+                acc.add(self._held(p, number - 1), memory.v.at[last_slot])
                 plgpu.wgmma(s_ref, q, memory.k.at[slot].transpose((1, 0)))
-                if params.overlaps:
-                    acc.add(self._held(p, number - 1), memory.v.at[last_slot])
                 self._pass_turn()
-                if params.overlaps and not params.accumulate_in_smem:
-                    return plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
                 return s_ref[...]
 
-            s = pl.run_scoped(products, scores)
+            s = pl.run_scoped(both, scores)
             plgpu.barrier_arrive(memory.k_free.at[slot])
-            if not params.overlaps:
-                plgpu.barrier_arrive(memory.v_free.at[last_slot])
+            plgpu.barrier_arrive(memory.v_free.at[last_slot])
             p, m, total, alpha = self._softmax(s, m, total, position - step * block_kv)
             p = self._hold(p, number)
             acc.scale(alpha)
-            if params.overlaps:
-                plgpu.barrier_arrive(memory.v_free.at[last_slot])
             return p, m, total
+
+        def overlapped_step(step, carry):
+            p, m, total, o = carry
+            number = step - item.first_step
+            slot, last_slot = lax.rem(done + number, stages), lax.rem(done + number - 1, stages)
+            plgpu.barrier_wait(memory.k_ready.at[slot])
+            plgpu.barrier_wait(memory.v_ready.at[last_slot])
+            self._take_turn()
+            s, o = products.issue(p, o, q, memory.k.at[slot], memory.v.at[last_slot])
+            self._pass_turn()
+            s = products.await_scores(s)
+            plgpu.barrier_arrive(memory.k_free.at[slot])
+            p, m, total, alpha = self._softmax(s, m, total, position - step * block_kv)
+            o = products.await_output(o, alpha, total, memory.pin.at[self.wg])
+            plgpu.barrier_arrive(memory.v_free.at[last_slot])
+            return p, m, total, o
 
         carry = pl.run_scoped(first_step, scores)
         if params.q_buffers > 1:
             pl.when(i > 0)(lambda: self._release(i - 1))
         end = item.end_step
-        p, m, total = lax.fori_loop(item.first_step + 1, end, next_step, carry)
-
         last_slot = lax.rem(done + end - 1 - item.first_step, stages)
-        plgpu.barrier_wait(memory.v_ready.at[last_slot])
-        acc.add(self._held(p, end - 1 - item.first_step), memory.v.at[last_slot])
-        out = acc.read()
+        if params.has_overlap:
+            carry = (*carry, products.zeros(layer.head_dim))
+            p, m, total, o = lax.fori_loop(item.first_step + 1, end, overlapped_step, carry)
+            plgpu.barrier_wait(memory.v_ready.at[last_slot])
+            out = products.read_output(products.issue_last(p, o, memory.v.at[last_slot]))
+        else:
+            p, m, total = lax.fori_loop(item.first_step + 1, end, next_step, carry)
+            plgpu.barrier_wait(memory.v_ready.at[last_slot])
+            acc.add(self._held(p, end - 1 - item.first_step), memory.v.at[last_slot])
+            out = acc.read()
         plgpu.barrier_arrive(memory.v_free.at[last_slot])
         self._finish(out, m, total, buffer)
         return done + end - item.first_step
@@ -226,7 +243,11 @@ class Consumer:
         m_new = jnp.maximum(m, s.max(axis=1) * to_log2)
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s * to_log2 - lax.broadcast_in_dim(m_new, s.shape, [0]))
-        return p.astype(self.memory.v.dtype), m_new, total * alpha + p.sum(axis=1), alpha
+        if self.layer.params.has_overlap:
+            total = _times_rows(total, alpha) + products.column_sums(p)
+        else:
+            total = total * alpha + p.sum(axis=1)
+        return p.astype(self.memory.v.dtype), m_new, total, alpha
 
     def _mask(self, distance: jax.Array, s: jax.Array) -> jax.Array:
         iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape, layout=plgpu.Layout.WGMMA)
@@ -240,6 +261,8 @@ class Consumer:
         """Normalise and write an item's output."""
         item = item_lists.Item.read(self.memory.record.at[buffer])  # again: not worth registers through the loop
         head, offset = item.part(self.number, self.layer.per_item)
+        if self.layer.params.has_overlap:
+            total = total.sum(axis=1)
         factor = 1 / total
         if self.sinks_ref is not None:
             sink = self.sinks_ref[head]

@@ -61,6 +61,7 @@ class Memory:
     raw_k: Any
     raw_v: Any
     p: Any
+    pin: Any
     acc: Any
     q_ready: Any
     k_ready: Any
@@ -98,6 +99,7 @@ def scratch(layer: Layer, q_dtype: Any, out_dtype: Any, cache_dtype: Any) -> dic
         "raw_k": raw,
         "raw_v": raw,
         "p": swizzled_smem((CONSUMERS, 2, ROWS, block_kv), q_dtype, like=head_dim) if params.has_p_in_smem else None,
+        "pin": plgpu.SMEM((CONSUMERS, 128), jnp.float32) if params.has_overlap else None,
         "acc": plgpu.SMEM((CONSUMERS, ROWS, head_dim), jnp.float32) if in_smem else None,
         "q_ready": plgpu.Barrier(num_arrivals=CONSUMERS + 1, num_barriers=q_buffers),
         "k_ready": kv_ready(num_barriers=stages),

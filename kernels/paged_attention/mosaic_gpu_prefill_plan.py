@@ -66,8 +66,12 @@ class PrefillParams:
             raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
 
     @property
+    def has_overlap(self) -> bool:
+        return self.overlaps and not self.accumulate_in_smem
+
+    @property
     def has_p_in_smem(self) -> bool:
-        return self.overlaps or self.accumulate_in_smem
+        return self.accumulate_in_smem
 
     @property
     def claims(self) -> bool:

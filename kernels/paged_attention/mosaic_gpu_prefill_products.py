@@ -1,0 +1,248 @@
+"""Both products of a step, issued together and awaited one by one: what the prefill kernel's consumers overlap.
+
+    issue          S = Q K' | O += P V           two groups of wgmma, S's first
+    await_scores   S is there, O is not: the softmax of S runs while the matrix units add P V to O
+    await_output   O is there, and is scaled for the maximum that the softmax found
+
+Pallas's `wgmma` fences an operand in registers where the product is issued, which is after the product before it: the
+compiler then awaits that one first. Here one fence stands before both.
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array as fragments
+from jax.experimental.mosaic.gpu import mma_utils
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from jaxinfer.kernels.paged_attention.mosaic_gpu_common import TILE_ROWS
+
+ROWS = 64  # the M of a wgmma
+DEPTH = 16  # its K
+ACCUMULATOR = plgpu.Layout._WGMMA_ACC_32BIT
+
+
+def swizzled(columns: int, dtype: Any) -> plgpu.RefType:
+    """The type of a reference to what `swizzled_smem` made, rows of `columns` elements."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(columns * itemsize * 8)
+    return plgpu.RefType((plgpu.TilingTransform((TILE_ROWS, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)))
+
+
+def issue(p: jax.Array, o: jax.Array, q_smem: Any, k_smem: Any, v_smem: Any) -> tuple[jax.Array, jax.Array]:
+    """(Q K', O + P V), neither of which may be looked at before it has been awaited.
+
+    p: [ROWS, keys]. o: [ROWS, D] float32, as `zeros` made it. q_smem: [ROWS, D]. k_smem, v_smem: [keys, D].
+    """
+    (_, keys), (_, head_dim) = p.shape, o.shape
+    tile = swizzled(head_dim, p.dtype)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, ACCUMULATOR, tile, tile, tile),
+        return_type=(
+            plgpu.ShapeDtypeStruct((ROWS, keys), jnp.float32, layout=ACCUMULATOR),
+            plgpu.ShapeDtypeStruct((ROWS, head_dim), jnp.float32, layout=ACCUMULATOR),
+        ),
+    )
+    def products(_, p, o, q, k, v):
+        p, o = fragments.optimization_barrier(p, o)
+        _asm("wgmma.fence.sync.aligned;")
+        scores = _product(None, q, mgpu.memref_transpose(k, (1, 0, 3, 2)))
+        _asm("wgmma.commit_group.sync.aligned;")
+        output = _product(_registers(o), p, v)
+        _asm("wgmma.commit_group.sync.aligned;")
+        return _accumulator(scores, keys, o), _accumulator(output, head_dim, o)
+
+    return products(p, o, q_smem, k_smem, v_smem)
+
+
+def issue_last(p: jax.Array, o: jax.Array, v_smem: Any) -> jax.Array:
+    """O + P V, not awaited."""
+    _, head_dim = o.shape
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, ACCUMULATOR, swizzled(head_dim, p.dtype)),
+        return_type=plgpu.ShapeDtypeStruct(o.shape, jnp.float32, layout=ACCUMULATOR),
+    )
+    def product(_, p, o, v):
+        p, o = fragments.optimization_barrier(p, o)
+        _asm("wgmma.fence.sync.aligned;")
+        output = _product(_registers(o), p, v)
+        _asm("wgmma.commit_group.sync.aligned;")
+        return _accumulator(output, head_dim, o)
+
+    return product(p, o, v_smem)
+
+
+def zeros(head_dim: int) -> jax.Array:
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((ROWS, head_dim), jnp.float32, layout=ACCUMULATOR))
+    def make(_):
+        zero = mgpu_utils.c(0.0, ir.F32Type.get())
+        return fragments.FragmentedArray.splat(zero, (ROWS, head_dim), ACCUMULATOR.to_mgpu())
+
+    return make()
+
+
+def await_scores(s: jax.Array) -> jax.Array:
+    """The scores, while the later product goes on."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(ACCUMULATOR,),
+        return_type=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def wait(_, s):
+        _asm("wgmma.wait_group.sync.aligned 1;")
+        return s.to_layout(fragments.WGMMA_LAYOUT)
+
+    return wait(s)
+
+
+def await_output(o: jax.Array, alpha: jax.Array, sums: jax.Array, pin_smem: Any) -> jax.Array:
+    """alpha O, [ROWS, D], once O is there, which is awaited after `sums` is known.
+
+    alpha: [ROWS]. sums: as `column_sums` made it. pin_smem: [128] float32. Arithmetic may move over a wait and a store may
+    not, so a store of what comes last keeps the softmax in front of the wait.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(ACCUMULATOR, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(o.shape, jnp.float32, layout=ACCUMULATOR),
+    )
+    def wait(_, o, alpha, sums, pin):
+        i32 = ir.IntegerType.get_signless(32)
+        lane = arith.remui(mgpu_utils.thread_idx(), mgpu_utils.c(128, i32))
+        address = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(pin))
+        address = arith.addi(address, arith.muli(lane, mgpu_utils.c(4, i32)))
+        first, second = sums.registers.flat
+        value = vector.reduction(ir.F32Type.get(), vector.CombiningKind.ADD, arith.addf(first, second))
+        _asm("st.volatile.shared.f32 [$0], $1;", [address, value], "r,f")
+        _asm("wgmma.wait_group.sync.aligned 0;")
+        return o * alpha.broadcast_in_dim(o.shape, (0,), o.layout)
+
+    return wait(o, alpha, sums, pin_smem)
+
+
+def column_sums(x: jax.Array) -> jax.Array:
+    """Sums of every eighth column, [ROWS, 8]: those that a thread can add up alone."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, 8), jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def add(_, x):
+        return functools.reduce(operator.add, (x[:, i : i + 8] for i in range(0, x.shape[1], 8)))
+
+    return add(x)
+
+
+def read_output(o: jax.Array) -> jax.Array:
+    """O in the layout that other arithmetic takes, after all products."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(ACCUMULATOR,),
+        return_type=plgpu.ShapeDtypeStruct(o.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def wait(_, o):
+        _asm("wgmma.wait_group.sync.aligned 0;")
+        return o.to_layout(fragments.WGMMA_LAYOUT)
+
+    return wait(o)
+
+
+def _asm(text: str, operands: Sequence[ir.Value] = (), constraints: str = "", result: Any = None) -> Any:
+    void = ir.Type.parse("!llvm.void")
+    return llvm.inline_asm(result or void, list(operands), text, constraints, asm_dialect=0, has_side_effects=True)
+
+
+def _registers(accumulator: Any) -> list[ir.Value]:
+    return [vector.extract(x, dynamic_position=[], static_position=[0]) for x in accumulator.registers.flat]
+
+
+def _accumulator(registers: list[ir.Value], columns: int, like: Any) -> Any:
+    """A FragmentedArray of an accumulator's registers."""
+    f32 = ir.F32Type.get()
+    layout = ACCUMULATOR.to_mgpu()
+    array = fragments.FragmentedArray.splat(mgpu_utils.c(0.0, f32), (ROWS, columns), layout)
+    new = array.registers.copy()
+    one = ir.VectorType.get((1,), f32)
+    new.flat[:] = [vector.broadcast(one, x) for x in registers]
+    return fragments.FragmentedArray(_registers=new, _layout=layout, _is_signed=None)
+
+
+def _product(accumulator: list[ir.Value] | None, a: Any, b: ir.Value) -> list[ir.Value]:
+    """Registers of `accumulator` + A B, or of A B without one. A: in registers or shared memory; b: [K, N] there."""
+    (depth, columns), element = mma_utils.tiled_memref_shape(b)
+    group = ir.MemRefType(b.type).shape[3]
+    if group == TILE_ROWS:  # transposed
+        group = ir.MemRefType(b.type).shape[2]
+    describe = functools.partial(mma_utils.create_descriptor, swizzle=2 * group)
+    b_base, b_step, b_group, b_transposed = _descriptor(describe, b, (group, columns), (group, group), is_b=True)
+    if not isinstance(a, fragments.FragmentedArray):
+        a_base, a_step, a_group, a_transposed = _descriptor(describe, a, (ROWS, group), (ROWS, group), is_b=False)
+    registers = accumulator
+    for k in range(0, depth, DEPTH):
+        b_at = _offset(b_base, k // group * b_group + k % group // DEPTH * b_step)
+        if isinstance(a, fragments.FragmentedArray):
+            operands = [_packed(x) for x in a[:, k : k + DEPTH].registers.flat]
+            registers = _wgmma(registers, operands, b_at, columns, element, (b_transposed,))
+        else:
+            a_at = _offset(a_base, k // group * a_group + k % group // DEPTH * a_step)
+            registers = _wgmma(registers, [a_at], b_at, columns, element, (a_transposed, b_transposed))
+    assert registers is not None
+    return registers
+
+
+def _descriptor(describe: Any, ref: ir.Value, size: tuple[int, int], tile: tuple[int, int], *, is_b: bool) -> tuple:
+    """Of the operand's first K: (descriptor, bytes to the next 16, bytes to the next group, is it transposed)."""
+    (base, (_, steps)), (_, group), fastest = describe(ref, group_size=size, large_tile=tile, logical_k_major=is_b)
+    return base, steps[-1], group, fastest != mma_utils.Dim.K
+
+
+def _offset(descriptor: ir.Value, num_bytes: int) -> ir.Value:
+    if not num_bytes:
+        return descriptor
+    offset = mgpu_utils.c(mma_utils.encode_addr(num_bytes), ir.IntegerType.get_signless(64))
+    return llvm.add(descriptor, offset, overflow_flags=llvm.IntegerOverflowFlags.none)
+
+
+def _packed(pair: ir.Value) -> ir.Value:
+    """Two values of 16 bits as one register."""
+    return llvm.bitcast(ir.IntegerType.get_signless(32), pair)
+
+
+def _wgmma(
+    accumulator: list[ir.Value] | None,  # ROWS * columns / 128 registers
+    a: list[ir.Value],  # registers, or one descriptor
+    b: ir.Value,
+    columns: int,
+    element: ir.Type,
+    transposed: tuple[bool, ...],
+) -> list[ir.Value]:
+    f32 = ir.F32Type.get()
+    count = columns // 2
+    old = accumulator or []
+    places = iter(range(2 * count + len(a) + 1))
+    outputs = ", ".join(f"${next(places)}" for _ in range(count))
+    for _ in old:
+        next(places)
+    a_text = ", ".join(f"${next(places)}" for _ in a)
+    if len(a) > 1:
+        a_text = "{" + a_text + "}"
+    flags = ", ".join(str(int(x)) for x in transposed)
+    text = (
+        f"{{ .reg .pred p; setp.ne.b32 p, {int(bool(old))}, 0; "
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{element}.{element} "
+        f"{{{outputs}}}, {a_text}, ${next(places)}, p, 1, 1, {flags}; }}"
+    )
+    constraints = ["=f"] * count + [str(i) for i in range(len(old))] + ["r" if len(a) > 1 else "l"] * len(a) + ["l"]
+    struct = llvm.StructType.get_literal([f32] * count)
+    result = _asm(text, [*old, *a, b], ",".join(constraints), struct)
+    return [llvm.extractvalue(f32, result, [i]) for i in range(count)]
