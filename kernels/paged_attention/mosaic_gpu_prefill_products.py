@@ -108,8 +108,8 @@ def await_scores(s: jax.Array) -> jax.Array:
 def await_output(o: jax.Array, alpha: jax.Array, sums: jax.Array, pin_smem: Any) -> jax.Array:
     """alpha O, [ROWS, D], once O is there, which is awaited after `sums` is known.
 
-    alpha: [ROWS]. sums: as `column_sums` made it. pin_smem: [128] float32. Arithmetic may move over a wait and a store may
-    not, so a store of what comes last keeps the softmax in front of the wait.
+    alpha: [ROWS]. sums: as `column_sums` made it. pin_smem: [128] float32. The compiler moves arithmetic over a wait,
+    but no store: a store of what comes last keeps the softmax in front of the wait.
     """
 
     @plgpu.inline_mgpu(
