@@ -48,6 +48,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--policy", choices=("fcfs", "priority"), help="order of waiting prompts (fcfs)")
     group.add_argument("--profile", metavar="DIR", help="write a trace of the device there, and print a summary")
     group.add_argument("--depth", type=int, metavar="N", help="steps in flight (1 on CPU, else 2)")
+    group.add_argument("--decode-steps", type=int, metavar="N", help="decode steps a program runs at once")
 
 
 def prepare_backend(args: argparse.Namespace) -> None:

@@ -147,6 +147,8 @@ class EngineConfig:
       policy: "fcfs" or "priority".
       depth: steps in flight: 1 is synchronous, 2 plans a step while the one before it runs; None is 1 on a CPU and
         2 elsewhere. Tokens are the same.
+      decode_steps: decode steps that one program runs while nobody waits for a row; None is 4 where the host could not
+        keep up otherwise (small models on accelerators), else 1. Tokens are the same.
       warmup: "full" compiles every bucket at start, "lazy" at first use; "auto" is lazy on CPU only.
       compile_cache: folder of the persistent compilation cache; "auto" is one below the user's cache folder,
         None is off.
@@ -170,6 +172,7 @@ class EngineConfig:
     kernels: str = "auto"
     policy: str = "fcfs"
     depth: int | None = None
+    decode_steps: int | None = None
     warmup: str = "auto"
     compile_cache: str | None = "auto"
     hf_overrides: dict[str, Any] | None = None
@@ -181,7 +184,7 @@ class EngineConfig:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         least = {"max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 1,
-                 "num_blocks": 2, "long_prefill_token_threshold": 1, "depth": 1}  # fmt: skip
+                 "num_blocks": 2, "long_prefill_token_threshold": 1, "depth": 1, "decode_steps": 1}  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):

@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=[*BATCHES, "nano"], help="b1, b32, b256, ttft, nano; default: all")
     parser.add_argument("--profile", metavar="DIR", help="also trace each batch, and summarise it")
     parser.add_argument("--depth", type=int)
+    parser.add_argument("--decode-steps", type=int)
     parser.add_argument("--kernels", default="auto")
     args = parser.parse_args()
     prepare_backend(args)
@@ -36,7 +37,7 @@ def main() -> None:
     from jaxinfer.measure import load_subject
 
     keep_modules()
-    subject = load_subject(args.config, {"depth": args.depth, "kernels": args.kernels})
+    subject = load_subject(args.config, {name: getattr(args, name) for name in ("depth", "decode_steps", "kernels")})
     engine, stats = subject.llm.engine, subject.llm.stats()
     print(f"{args.config} on {jax.devices()[0].device_kind}, jax {jax.__version__}, kernels {stats['kernels']}")
     print(f"start-up {time.perf_counter() - START:.1f} s, {stats['num_programs']} programs "

@@ -1,7 +1,7 @@
 """The step loop. One lock guards it; whoever waits for tokens drives it.
 
 submit -> scheduler.schedule() -> runner.dispatch() -> ... -> runner.fetch() -> scheduler.commit() -> outputs
-                  ^ up to `depth` steps are between dispatch and fetch ^
+                  ^ up to `depth` steps (or bursts of steps) are between dispatch and fetch ^
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 from jaxinfer.batch import BatchShape
 from jaxinfer.cache import KVCacheManager
 from jaxinfer.config import EngineConfig
-from jaxinfer.core import FinishReason, Request, SamplingParams
+from jaxinfer.core import FinishReason, Request, SamplingParams, StepPlan
 from jaxinfer.engine.build import build
 from jaxinfer.engine.interrupts import deferred_interrupts
 from jaxinfer.engine.programs import Key
@@ -48,12 +48,13 @@ class Engine:
         self._live: dict[Request, tuple[RequestState, Answer]] = {}
         self._in_flight: deque[InFlight] = deque()
         self._abandoned: deque[RequestState] = deque()
+        self._num_commits = 0
         self._counts = EngineStats()
         assert self.config.block_size is not None
         assert self.config.num_blocks is not None
         assert self.config.max_model_len is not None
         assert self.config.depth is not None
-        self._depth = self.config.depth
+        self._most_ahead = (self.config.depth - 1) * self.runner.programs.decode_steps
         self._cache = KVCacheManager(
             self.config.num_blocks,
             self.config.block_size,
@@ -145,23 +146,41 @@ class Engine:
             return did_something
 
     def _step(self) -> bool:
-        if len(self._in_flight) < self._depth:
-            plan = self._scheduler.schedule()
-            if not plan.is_empty:
-                now = time.perf_counter()
-                for row in plan.others:
-                    if row.is_admission:
-                        self._live[row.request][1].timeline.record_scheduled(now)
-                self._in_flight.append(InFlight(plan, None))  # so that a failure finds its requests
-                self._in_flight[-1] = self.runner.dispatch(plan)
-                self._counts.num_steps += 1
-                self._counts.num_mixed_steps += 0 < plan.num_decodes < plan.num_rows
-                if len(self._in_flight) < self._depth:
+        if len(self._in_flight) <= self._most_ahead:
+            plans = self._plan()
+            if plans:
+                dispatched = [InFlight(plan, None) for plan in plans]
+                self._in_flight.extend(dispatched)  # so that a failure finds their requests
+                done = self.runner.dispatch_burst(plans)
+                for _ in dispatched:
+                    self._in_flight.pop()
+                self._in_flight.extend(done)
+                if len(self._in_flight) <= self._most_ahead:
                     return True
         if not self._in_flight:
             return False
         self._commit()
         return True
+
+    def _plan(self) -> list[StepPlan]:
+        """The next step, or several: decode steps while nobody waits, which one program can run."""
+        plans: list[StepPlan] = []
+        while not plans or (
+            len(plans) < self.runner.programs.decode_steps
+            and not self._scheduler.waiting
+            and self.runner.may_burst(plans[-1])
+        ):
+            plan = self._scheduler.schedule()
+            if plan.is_empty:
+                break
+            plans.append(plan)
+            self._counts.num_steps += 1
+            self._counts.num_mixed_steps += 0 < plan.num_decodes < plan.num_rows
+            now = time.perf_counter()
+            for row in plan.others:
+                if row.is_admission:
+                    self._live[row.request][1].timeline.record_scheduled(now)
+        return plans
 
     def _commit(self) -> None:
         step = self._in_flight[0]
@@ -171,8 +190,9 @@ class Engine:
             if chunk.request in self._live:
                 self._live[chunk.request][0].add_prompt_logprobs(chunk)
         commit = self._scheduler.commit(step.plan, result)
-        turn = self._counts.num_steps
-        self._counts.generation_tokens += deliver(commit, result.logprobs, self._live, self._close, turn)
+        self._num_commits += 1
+        num_tokens = deliver(commit, result.logprobs, self._live, self._close, self._num_commits)
+        self._counts.generation_tokens += num_tokens
 
     def _end(self, state: RequestState, reason: FinishReason) -> None:
         """Ends what is left of a request."""
@@ -218,7 +238,7 @@ class Engine:
         requests = list(self._scheduler.live_requests())
         shapes = self._reachable(requests)
         programs = self.runner.programs
-        kinds = {"step", "admit"}
+        kinds = {"step", "steps", "admit"}
         for request in requests:
             kinds |= {"full", "features"} if request.params.needs_full_sampler else set()
             kinds |= {"prompt"} if request.params.prompt_logprobs is not None else set()

@@ -2,6 +2,7 @@
 
       step     (weights, caches, tables, buffers, carry, staged, packed)
                    -> (caches, tables, buffers, carry, staged, tokens)                        keyed by shape
+      steps    (weights, caches, tables, carry, packed) -> (caches, tables, carry, tokens)    keyed by k, decode shape
       full     (carry, features, logits, rows)          -> (carry, features, out)             keyed by S
       admit    (carry, tables, packed)                  -> (carry, tables)       slots that get a new owner
       features (features, packed)                       -> features              the same, for the full sampler
@@ -9,6 +10,9 @@
       prompt   (weights, hidden, indices, targets)      -> log-probabilities of given tokens       keyed by T
 
 Donated state comes back first. Nothing else is compiled while serving.
+
+`steps` is several decode steps in a loop on the device, for few rows: their plans and tokens have a leading axis. It
+leaves nothing behind for other programs. One call serves them all.
 
 A step samples its rows itself, unless its plan says that the full sampler does. One program a step: each call costs the
 host some 0.2 ms. What a step leaves is written into the buffers of the step before (donated, one a size), and its plan
@@ -57,6 +61,8 @@ PROMPT_ROWS = 64
 """Prompt positions whose logits are made at once: never [T, V]."""
 COPY_SIZES = (8,)
 """Blocks that one copy program moves; the largest is max_num_seqs, since a plan copies at most one block a row."""
+BURST_ROWS = 64
+"""Decode steps of more rows take the device longer than the host: no program runs several of them."""
 COMPILE_STACK_BYTES = 64 << 20
 """XLA's passes recurse deeply; the default stack of a thread overflows on large programs."""
 
@@ -84,6 +90,7 @@ class Programs:
       block_size: tokens a block.
       dtype: of activations.
       cache_dtype: of the cache; None is `dtype`.
+      decode_steps: of `steps` programs; with 1 there are none.
     """
 
     def __init__(
@@ -96,7 +103,9 @@ class Programs:
         block_size: int,
         dtype: str,
         cache_dtype: str | None = None,
+        decode_steps: int = 1,
     ) -> None:
+        self.decode_steps = decode_steps
         self.sampling = model.kernels.sampling
         graph, state = nnx.split(model)
         self.weights, tree = jax.tree.flatten(state)
@@ -182,7 +191,15 @@ class Programs:
         samplers = [("full", size) for size in rows]
         copies = [("copy", size) for size in self.copy_sizes]
         prompts = [("prompt", size) for size in sorted({shape.num_tokens for shape in shapes}, reverse=True)]
-        return [*map(self.step_key, shapes), *samplers, ("admit",), ("features",), *copies, *prompts]
+        bursts = [self.burst_key(shape) for shape in shapes if self.has_burst(shape)]
+        return [*map(self.step_key, shapes), *bursts, *samplers, ("admit",), ("features",), *copies, *prompts]
+
+    def burst_key(self, shape: BatchShape) -> Key:
+        return ("steps", self.decode_steps, *shape)
+
+    def has_burst(self, shape: BatchShape) -> bool:
+        """Whether there is a program for several steps of this shape."""
+        return self.decode_steps > 1 and shape.is_decode and shape.num_rows <= BURST_ROWS
 
     @property
     def copy_sizes(self) -> tuple[int, ...]:
@@ -196,6 +213,11 @@ class Programs:
                 staged = self.staged(layout.size)
                 state = (self.caches, self.tables, self.buffers(layout.shape), self.carry, staged)
                 return self._step(layout), (1, 2, 3, 4, 5), (self.weights, *state, staged)
+            case ("steps", num_steps, *shape):
+                layout = BatchLayout(BatchShape(*shape))
+                packed = jax.ShapeDtypeStruct((num_steps, layout.size), jnp.int32)
+                state = (self.caches, self.tables, self.carry)
+                return self._steps(layout), (1, 2, 3), (self.weights, *state, packed)
             case ("full", num_rows):
                 arguments = (self.carry, self.features, self._logits(num_rows), _abstract_rows(num_rows))
                 return partial(sample_full, implementation=self.sampling), (0, 1), arguments
@@ -221,6 +243,8 @@ class Programs:
         match key[0]:
             case "step":
                 return *arguments[1:6], 0
+            case "steps":
+                return *arguments[1:4], 0
             case "full":
                 return *arguments[:2], StepOutput(0, logprobs)  # pyright: ignore[reportArgumentType]
             case "admit":
@@ -253,18 +277,47 @@ class Programs:
         ) -> tuple[list[KVCache], jax.Array, StepBuffers, Carry, jax.Array, jax.Array]:
             del buffers  # overwritten
             staged = _stage(staged, packed, carry)
-            batch = layout.unpack(staged)
-            tables = tables.at[batch.update_slots, batch.update_columns].set(batch.update_blocks, mode="drop")
-            token_ids, meta = derive_inputs(batch, tables, carry, layout.shape.block_size)
-            model = self._rebuild(weights)
-            hidden, caches = model(token_ids, meta, caches, is_decode=layout.shape.is_decode)
-            last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
-            logits = model.logits(hidden[last])
-            rows = batch.rows_to_sample(self.shapes.num_slots)
-            carry, output = sample_plain(carry, logits, rows, implementation=self.sampling)
-            return caches, tables, StepBuffers(logits, batch.rows, hidden), carry, staged, output.tokens
+            logits, batch, hidden, caches, tables, carry, tokens = self._run(
+                layout, weights, caches, tables, carry, staged
+            )
+            return caches, tables, StepBuffers(logits, batch.rows, hidden), carry, staged, tokens
 
         return step
+
+    def _steps(self, layout: BatchLayout) -> Callable[..., Any]:
+        def steps(
+            weights: list[jax.Array], caches: list[KVCache], tables: jax.Array, carry: Carry, packed: jax.Array
+        ) -> tuple[list[KVCache], jax.Array, Carry, jax.Array]:
+            def body(number: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+                caches, tables, carry, tokens = state
+                plan = jax.lax.optimization_barrier(jax.lax.dynamic_index_in_dim(packed, number, keepdims=False))
+                *_, caches, tables, carry, new = self._run(layout, weights, caches, tables, carry, plan)
+                return caches, tables, carry, tokens.at[number].set(new)
+
+            tokens = jnp.zeros((self.decode_steps, layout.shape.num_rows), jnp.int32)
+            return jax.lax.fori_loop(0, self.decode_steps, body, (caches, tables, carry, tokens))
+
+        return steps
+
+    def _run(
+        self,
+        layout: BatchLayout,
+        weights: list[jax.Array],
+        caches: list[KVCache],
+        tables: jax.Array,
+        carry: Carry,
+        plan: jax.Array,
+    ) -> tuple[jax.Array, Batch, jax.Array, list[KVCache], jax.Array, Carry, jax.Array]:
+        """One step: logits, batch, hidden states; caches, tables and carry; tokens, where the plan samples here."""
+        batch = layout.unpack(plan)
+        tables = tables.at[batch.update_slots, batch.update_columns].set(batch.update_blocks, mode="drop")
+        token_ids, meta = derive_inputs(batch, tables, carry, layout.shape.block_size)
+        model = self._rebuild(weights)
+        hidden, caches = model(token_ids, meta, caches, is_decode=layout.shape.is_decode)
+        logits = model.logits(hidden[jnp.maximum(batch.query_start_loc[1:] - 1, 0)])
+        rows = batch.rows_to_sample(self.shapes.num_slots)
+        carry, output = sample_plain(carry, logits, rows, implementation=self.sampling)
+        return logits, batch, hidden, caches, tables, carry, output.tokens
 
     def _prompt_logprobs(
         self, weights: list[jax.Array], hidden: jax.Array, indices: jax.Array, targets: jax.Array

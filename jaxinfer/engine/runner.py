@@ -33,6 +33,7 @@ class InFlight:
 
     plan: StepPlan
     output: StepOutput | None  # None while it is being dispatched
+    number: int | None = None  # which of a burst's steps: its tokens are that row of the output's
     prompt_chunks: list[tuple[PlanRow, int, int, LogprobOutput]] = field(default_factory=list)
     """(row, first position, positions, log-probabilities of that many rows)."""
 
@@ -91,7 +92,29 @@ class Runner:
             self.carry, self.features, output = sample(self.carry, self.features, buffers.logits, buffers.rows)
         chunks = self._score_prompts(plan, buffers.hidden)
         jax.tree.map(lambda array: array.copy_to_host_async(), (output, [chunk[-1] for chunk in chunks]))
-        return InFlight(plan, output, chunks)
+        return InFlight(plan, output, prompt_chunks=chunks)
+
+    def may_burst(self, plan: StepPlan) -> bool:
+        """Whether the plan may be the first of a burst, as far as it alone says."""
+        return _is_plain_decode(plan) and self.programs.has_burst(self.ladder.fit(plan.num_tokens, plan.num_rows))
+
+    def dispatch_burst(self, plans: list[StepPlan]) -> list[InFlight]:
+        """Sends plans to the device: with one call if they are decode steps that fit the first one's bucket, and as
+        many as the program runs, else one by one.
+        """
+        shape = self.ladder.fit(plans[0].num_tokens, plans[0].num_rows)
+        fits = all(_is_plain_decode(plan) and plan.num_rows <= shape.num_rows for plan in plans)
+        if not (fits and len(plans) == self.programs.decode_steps and self.programs.has_burst(shape)):
+            return [self.dispatch(plan) for plan in plans]
+        layout = self._layout(shape)
+        tokens = self._run_burst(shape, np.stack([inputs.pack(plan, layout, self.shapes.num_slots) for plan in plans]))
+        tokens.copy_to_host_async()
+        return [InFlight(plan, StepOutput(tokens, None), number) for number, plan in enumerate(plans)]
+
+    def _run_burst(self, shape: BatchShape, packed: np.ndarray) -> jax.Array:
+        run = self.programs.get(self.programs.burst_key(shape))
+        self.caches, self.tables, self.carry, tokens = run(self.weights, self.caches, self.tables, self.carry, packed)
+        return tokens
 
     def _run_step(self, shape: BatchShape, plan: StepPlan) -> tuple[StepBuffers, StepOutput]:
         """Runs a plan's step: what it left for the full sampler, and its tokens if it did not need that."""
@@ -132,6 +155,7 @@ class Runner:
         """Waits for a step's tokens."""
         assert step.output is not None
         tokens = np.asarray(step.output.tokens)
+        tokens = tokens if step.number is None else tokens[step.number]
         plan, num_decodes = step.plan, len(step.plan.decodes)
         prompts = [
             PromptLogprobs(row.request, start, _logprob_rows(output, count))
@@ -166,6 +190,10 @@ class Runner:
                 full = self.programs.get(("full", shape.num_rows))
                 self.carry, self.features, more = full(self.carry, self.features, buffers.logits, buffers.rows)
                 jax.tree.map(np.asarray, (out, more))
+            case ("steps", num_steps, *values):
+                layout = self._layout(BatchShape(*values))
+                padding = inputs.pack(StepPlan(), layout, self.shapes.num_slots)
+                np.asarray(self._run_burst(layout.shape, np.stack([padding] * num_steps)))
             case ("prompt", num_tokens):
                 hidden = jax.numpy.zeros((num_tokens, self.programs.hidden_size), self.programs.dtype)
                 ints = np.zeros(PROMPT_ROWS, np.int32)
@@ -203,6 +231,16 @@ class Runner:
     def _upload_features(self, rows: list[PlanRow]) -> None:
         packed = inputs.pack_features(rows, self.shapes, FEATURE_ROWS)
         self.features = self.programs.get(("features",))(self.features, packed)
+
+
+def _is_plain_decode(plan: StepPlan) -> bool:
+    """Whether every row of the plan goes on with one token, and the step does all that there is to do."""
+    return (
+        plan.num_rows == plan.num_tokens
+        and not plan.needs_full_sampler
+        and not plan.copies
+        and not any(row.is_admission or row.request.params.prompt_logprobs is not None for row in plan.others)
+    )
 
 
 def _zeros(tree: Any) -> Any:
