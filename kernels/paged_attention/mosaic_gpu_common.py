@@ -26,9 +26,14 @@ def swizzled_smem(shape: tuple[int, ...], dtype: Any, *, like: int | None = None
 
     Both operands of a wgmma must have the same.
     """
-    swizzle = plgpu.find_swizzle((like or shape[-1]) * jnp.dtype(dtype).itemsize * 8)
-    tiling = plgpu.TilingTransform((TILE_ROWS, swizzle // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+    return plgpu.SMEM(shape, dtype, transforms=swizzle_transforms(like or shape[-1], dtype))
+
+
+def swizzle_transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
+    """What `swizzled_smem` does to rows of so many elements."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(columns * itemsize * 8)
+    return plgpu.TilingTransform((TILE_ROWS, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
 def _copy_width(columns: int, itemsize: int) -> int:

@@ -8,6 +8,7 @@ Pallas's `wgmma` fences an operand in registers where the product is issued, whi
 compiler then awaits that one first. Here one fence stands before both.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
@@ -23,18 +24,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from jaxinfer.kernels.paged_attention.mosaic_gpu_common import TILE_ROWS
+from jaxinfer.kernels.paged_attention.mosaic_gpu_common import TILE_ROWS, swizzle_transforms
 
 ROWS = 64  # the M of a wgmma
 DEPTH = 16  # its K
 ACCUMULATOR = plgpu.Layout._WGMMA_ACC_32BIT
-
-
-def swizzled(columns: int, dtype: Any) -> plgpu.RefType:
-    """The type of a reference to what `swizzled_smem` made, rows of `columns` elements."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(columns * itemsize * 8)
-    return plgpu.RefType((plgpu.TilingTransform((TILE_ROWS, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)))
 
 
 def issue(p: jax.Array, o: jax.Array, q_smem: Any, k_smem: Any, v_smem: Any) -> tuple[jax.Array, jax.Array]:
@@ -43,9 +37,9 @@ def issue(p: jax.Array, o: jax.Array, q_smem: Any, k_smem: Any, v_smem: Any) -> 
     p: [ROWS, keys]. o: [ROWS, D] float32, as `zeros` made it. q_smem: [ROWS, D]. k_smem, v_smem: [keys, D].
     """
     (_, keys), (_, head_dim) = p.shape, o.shape
-    tile = swizzled(head_dim, p.dtype)
+    tile = plgpu.RefType(swizzle_transforms(head_dim, p.dtype))
 
-    @plgpu.inline_mgpu(
+    @_inline(
         arg_types=(plgpu.Layout.WGMMA, ACCUMULATOR, tile, tile, tile),
         return_type=(
             plgpu.ShapeDtypeStruct((ROWS, keys), jnp.float32, layout=ACCUMULATOR),
@@ -55,11 +49,11 @@ def issue(p: jax.Array, o: jax.Array, q_smem: Any, k_smem: Any, v_smem: Any) -> 
     def products(_, p, o, q, k, v):
         p, o = fragments.optimization_barrier(p, o)
         _asm("wgmma.fence.sync.aligned;")
-        scores = _product(None, q, mgpu.memref_transpose(k, (1, 0, 3, 2)))
+        scores = _product([], q, mgpu.memref_transpose(k, (1, 0, 3, 2)))
         _asm("wgmma.commit_group.sync.aligned;")
         output = _product(_registers(o), p, v)
         _asm("wgmma.commit_group.sync.aligned;")
-        return _accumulator(scores, keys, o), _accumulator(output, head_dim, o)
+        return _accumulator(scores, keys), _accumulator(output, head_dim)
 
     return products(p, o, q_smem, k_smem, v_smem)
 
@@ -68,8 +62,8 @@ def issue_last(p: jax.Array, o: jax.Array, v_smem: Any) -> jax.Array:
     """O + P V, not awaited."""
     _, head_dim = o.shape
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, ACCUMULATOR, swizzled(head_dim, p.dtype)),
+    @_inline(
+        arg_types=(plgpu.Layout.WGMMA, ACCUMULATOR, plgpu.RefType(swizzle_transforms(head_dim, p.dtype))),
         return_type=plgpu.ShapeDtypeStruct(o.shape, jnp.float32, layout=ACCUMULATOR),
     )
     def product(_, p, o, v):
@@ -77,13 +71,13 @@ def issue_last(p: jax.Array, o: jax.Array, v_smem: Any) -> jax.Array:
         _asm("wgmma.fence.sync.aligned;")
         output = _product(_registers(o), p, v)
         _asm("wgmma.commit_group.sync.aligned;")
-        return _accumulator(output, head_dim, o)
+        return _accumulator(output, head_dim)
 
     return product(p, o, v_smem)
 
 
 def zeros(head_dim: int) -> jax.Array:
-    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((ROWS, head_dim), jnp.float32, layout=ACCUMULATOR))
+    @_inline(return_type=plgpu.ShapeDtypeStruct((ROWS, head_dim), jnp.float32, layout=ACCUMULATOR))
     def make(_):
         zero = mgpu_utils.c(0.0, ir.F32Type.get())
         return fragments.FragmentedArray.splat(zero, (ROWS, head_dim), ACCUMULATOR.to_mgpu())
@@ -94,7 +88,7 @@ def zeros(head_dim: int) -> jax.Array:
 def await_scores(s: jax.Array) -> jax.Array:
     """The scores, while the later product goes on."""
 
-    @plgpu.inline_mgpu(
+    @_inline(
         arg_types=(ACCUMULATOR,),
         return_type=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
@@ -112,7 +106,7 @@ def await_output(o: jax.Array, alpha: jax.Array, sums: jax.Array, pin_smem: Any)
     but no store: a store of what comes last keeps the softmax in front of the wait.
     """
 
-    @plgpu.inline_mgpu(
+    @_inline(
         arg_types=(ACCUMULATOR, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA, plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(o.shape, jnp.float32, layout=ACCUMULATOR),
     )
@@ -133,7 +127,7 @@ def await_output(o: jax.Array, alpha: jax.Array, sums: jax.Array, pin_smem: Any)
 def column_sums(x: jax.Array) -> jax.Array:
     """Sums of every eighth column, [ROWS, 8]: those that a thread can add up alone."""
 
-    @plgpu.inline_mgpu(
+    @_inline(
         arg_types=(plgpu.Layout.WGMMA,),
         return_type=plgpu.ShapeDtypeStruct((ROWS, 8), jnp.float32, layout=plgpu.Layout.WGMMA),
     )
@@ -146,7 +140,7 @@ def column_sums(x: jax.Array) -> jax.Array:
 def read_output(o: jax.Array) -> jax.Array:
     """O in the layout that other arithmetic takes, after all products."""
 
-    @plgpu.inline_mgpu(
+    @_inline(
         arg_types=(ACCUMULATOR,),
         return_type=plgpu.ShapeDtypeStruct(o.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
@@ -155,6 +149,10 @@ def read_output(o: jax.Array) -> jax.Array:
         return o.to_layout(fragments.WGMMA_LAYOUT)
 
     return wait(o)
+
+
+def _inline(arg_types: tuple = (), return_type: Any = None) -> Any:
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)
 
 
 def _asm(text: str, operands: Sequence[ir.Value] = (), constraints: str = "", result: Any = None) -> Any:
@@ -166,7 +164,7 @@ def _registers(accumulator: Any) -> list[ir.Value]:
     return [vector.extract(x, dynamic_position=[], static_position=[0]) for x in accumulator.registers.flat]
 
 
-def _accumulator(registers: list[ir.Value], columns: int, like: Any) -> Any:
+def _accumulator(registers: list[ir.Value], columns: int) -> Any:
     """A FragmentedArray of an accumulator's registers."""
     f32 = ir.F32Type.get()
     layout = ACCUMULATOR.to_mgpu()
@@ -177,40 +175,44 @@ def _accumulator(registers: list[ir.Value], columns: int, like: Any) -> Any:
     return fragments.FragmentedArray(_registers=new, _layout=layout, _is_signed=None)
 
 
-def _product(accumulator: list[ir.Value] | None, a: Any, b: ir.Value) -> list[ir.Value]:
-    """Registers of `accumulator` + A B, or of A B without one. A: in registers or shared memory; b: [K, N] there."""
+def _product(accumulator: list[ir.Value], a: Any, b: ir.Value) -> list[ir.Value]:
+    """Registers of `accumulator` + A B, or of A B if it is empty. A: in registers or shared memory; b: [K, N] there."""
     (depth, columns), element = mma_utils.tiled_memref_shape(b)
     group = ir.MemRefType(b.type).shape[3]
-    if group == TILE_ROWS:  # transposed
+    if group == TILE_ROWS:  # b is transposed
         group = ir.MemRefType(b.type).shape[2]
-    describe = functools.partial(mma_utils.create_descriptor, swizzle=2 * group)
-    b_base, b_step, b_group, b_transposed = _descriptor(describe, b, (group, columns), (group, group), is_b=True)
-    if not isinstance(a, fragments.FragmentedArray):
-        a_base, a_step, a_group, a_transposed = _descriptor(describe, a, (ROWS, group), (ROWS, group), is_b=False)
+    b_at = _operand(b, (group, columns), group, is_b=True)
+    a_at = None if isinstance(a, fragments.FragmentedArray) else _operand(a, (ROWS, group), group, is_b=False)
     registers = accumulator
     for k in range(0, depth, DEPTH):
-        b_at = _offset(b_base, k // group * b_group + k % group // DEPTH * b_step)
-        if isinstance(a, fragments.FragmentedArray):
-            operands = [_packed(x) for x in a[:, k : k + DEPTH].registers.flat]
-            registers = _wgmma(registers, operands, b_at, columns, element, (b_transposed,))
-        else:
-            a_at = _offset(a_base, k // group * a_group + k % group // DEPTH * a_step)
-            registers = _wgmma(registers, [a_at], b_at, columns, element, (a_transposed, b_transposed))
-    assert registers is not None
+        operands = [_packed(x) for x in a[:, k : k + DEPTH].registers.flat] if a_at is None else [a_at(k)]
+        transposed = (b_at.is_transposed,) if a_at is None else (a_at.is_transposed, b_at.is_transposed)
+        registers = _wgmma(registers, operands, b_at(k), columns, element, transposed)
     return registers
 
 
-def _descriptor(describe: Any, ref: ir.Value, size: tuple[int, int], tile: tuple[int, int], *, is_b: bool) -> tuple:
-    """Of the operand's first K: (descriptor, bytes to the next 16, bytes to the next group, is it transposed)."""
-    (base, (_, steps)), (_, group), fastest = describe(ref, group_size=size, large_tile=tile, logical_k_major=is_b)
-    return base, steps[-1], group, fastest != mma_utils.Dim.K
+@dataclasses.dataclass(frozen=True)
+class _Operand:
+    """Descriptors of an operand in shared memory, from its k-th column (of A) or row (of B) on."""
+
+    first: Any
+    group: int  # columns or rows of a swizzle tile
+    step_bytes: int  # to the next DEPTH of them
+    group_bytes: int  # to the next tile
+    is_transposed: bool
+
+    def __call__(self, k: int) -> ir.Value:
+        num_bytes = k // self.group * self.group_bytes + k % self.group // DEPTH * self.step_bytes
+        offset = mgpu_utils.c(mma_utils.encode_addr(num_bytes), ir.IntegerType.get_signless(64))
+        return llvm.add(self.first, offset, overflow_flags=llvm.IntegerOverflowFlags.none)
 
 
-def _offset(descriptor: ir.Value, num_bytes: int) -> ir.Value:
-    if not num_bytes:
-        return descriptor
-    offset = mgpu_utils.c(mma_utils.encode_addr(num_bytes), ir.IntegerType.get_signless(64))
-    return llvm.add(descriptor, offset, overflow_flags=llvm.IntegerOverflowFlags.none)
+def _operand(ref: ir.Value, size: tuple[int, int], group: int, *, is_b: bool) -> _Operand:
+    tile = (group, group) if is_b else (ROWS, group)
+    (first, (_, steps)), (_, group_bytes), fastest = mma_utils.create_descriptor(
+        ref, swizzle=2 * group, group_size=size, large_tile=tile, logical_k_major=is_b
+    )
+    return _Operand(first, group, steps[-1], group_bytes, fastest != mma_utils.Dim.K)
 
 
 def _packed(pair: ir.Value) -> ir.Value:
@@ -219,7 +221,7 @@ def _packed(pair: ir.Value) -> ir.Value:
 
 
 def _wgmma(
-    accumulator: list[ir.Value] | None,  # ROWS * columns / 128 registers
+    accumulator: list[ir.Value],  # ROWS * columns / 128 registers, or none for zeros
     a: list[ir.Value],  # registers, or one descriptor
     b: ir.Value,
     columns: int,
@@ -228,21 +230,22 @@ def _wgmma(
 ) -> list[ir.Value]:
     f32 = ir.F32Type.get()
     count = columns // 2
-    old = accumulator or []
     places = iter(range(2 * count + len(a) + 1))
     outputs = ", ".join(f"${next(places)}" for _ in range(count))
-    for _ in old:
+    for _ in accumulator:
         next(places)
     a_text = ", ".join(f"${next(places)}" for _ in a)
     if len(a) > 1:
         a_text = "{" + a_text + "}"
     flags = ", ".join(str(int(x)) for x in transposed)
     text = (
-        f"{{ .reg .pred p; setp.ne.b32 p, {int(bool(old))}, 0; "
+        f"{{ .reg .pred p; setp.ne.b32 p, {int(bool(accumulator))}, 0; "
         f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{element}.{element} "
         f"{{{outputs}}}, {a_text}, ${next(places)}, p, 1, 1, {flags}; }}"
     )
-    constraints = ["=f"] * count + [str(i) for i in range(len(old))] + ["r" if len(a) > 1 else "l"] * len(a) + ["l"]
+    constraints = (
+        ["=f"] * count + [str(i) for i in range(len(accumulator))] + ["r" if len(a) > 1 else "l"] * len(a) + ["l"]
+    )
     struct = llvm.StructType.get_literal([f32] * count)
-    result = _asm(text, [*old, *a, b], ",".join(constraints), struct)
+    result = _asm(text, [*accumulator, *a, b], ",".join(constraints), struct)
     return [llvm.extractvalue(f32, result, [i]) for i in range(count)]
