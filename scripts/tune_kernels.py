@@ -16,6 +16,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 from bench_kernels import MAX_ERROR, AttentionCase
@@ -26,10 +28,9 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu import DecodeParams, Params, Pr
 
 KERNELS = pathlib.Path(__file__).resolve().parents[1] / "kernels"
 SMEM = 226 * 1024  # of an SM, less what the launches of its CTAs need
-FIELDS = {
-    "decode": ("block_kv", "num_stages", "ctas_per_sm", "keys_in_registers", "num_sms"),
-    "prefill": ("block_kv", "num_stages", "q_buffers", "cluster", "num_sms"),
-}
+OPS = ("decode", "prefill")
+MARGIN = 0.98  # of the best time so far: what is less than this better may be chance
+AHEAD = 4  # programs that are compiled while another is timed
 LINEAR_SECONDS = 60.0
 """Least time worth starting `bench_linear.py` for."""
 
@@ -41,21 +42,19 @@ def decode_smem(params: DecodeParams, head_dim: int, itemsize: int) -> int:
     return params.num_stages * 2 * tile * itemsize + widened + 8 * (4 * head_dim + params.block_kv) * 2 + 4096
 
 
-def decode_candidates(head_dim: int, itemsize: int, num_sms: int) -> Iterator[DecodeParams]:
+def decode_candidates(tuned: DecodeParams, head_dim: int, itemsize: int) -> Iterator[DecodeParams]:
     ways = (False, True) if itemsize == 1 and head_dim % 32 == 0 else (False,)
     for stages, ctas, in_registers in itertools.product((2, 3, 4, 6), (1, 2), ways):
-        params = DecodeParams(num_stages=stages, ctas_per_sm=ctas, keys_in_registers=in_registers, num_sms=num_sms)
+        params = dataclasses.replace(tuned, num_stages=stages, ctas_per_sm=ctas, keys_in_registers=in_registers)
         if decode_smem(params, head_dim, itemsize) * ctas <= SMEM:
             yield params
 
 
-def prefill_candidates(head_dim: int, num_sms: int) -> Iterator[PrefillParams]:
-    for block_kv, stages, buffers, cluster in itertools.product((64, 128), (2, 3, 4), (1, 2), (1, 2)):
+def prefill_candidates(tuned: PrefillParams, head_dim: int) -> Iterator[PrefillParams]:
+    for block_kv, stages, buffers in itertools.product((64, 128), (2, 3, 4), (1, 2)):
         queries = 2 * buffers * 64 * head_dim * 2
         if queries + stages * 2 * block_kv * head_dim * 2 <= SMEM:
-            yield PrefillParams(
-                block_kv=block_kv, num_stages=stages, q_buffers=buffers, cluster=cluster, num_sms=num_sms
-            )
+            yield dataclasses.replace(tuned, block_kv=block_kv, num_stages=stages, q_buffers=buffers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,32 +79,44 @@ class Task:
     def candidates(self, num_sms: int) -> list[Params]:
         """The ones in use first, so that a search cut short does not choose worse ones."""
         tuned = mosaic_gpu.tuned_params(self.head_dim, is_fp8=self.is_fp8)
+        tuned = Params(*(dataclasses.replace(getattr(tuned, op), num_sms=num_sms) for op in OPS))
         if self.op == "decode":
-            found = decode_candidates(self.head_dim, self.spec.kv_dtype.itemsize, num_sms)
+            found = decode_candidates(tuned.decode, self.head_dim, self.spec.kv_dtype.itemsize)
             others = [dataclasses.replace(tuned, decode=params) for params in found]
         else:
-            others = [dataclasses.replace(tuned, prefill=x) for x in prefill_candidates(self.head_dim, num_sms)]
+            others = [dataclasses.replace(tuned, prefill=x) for x in prefill_candidates(tuned.prefill, self.head_dim)]
         return [tuned, *(params for params in others if params != tuned)]
+
+
+def fields_of(params: DecodeParams | PrefillParams) -> dict[str, Any]:
+    """The fields that differ from their defaults: an entry of the table."""
+    fields = dataclasses.fields(params)
+    return {x.name: getattr(params, x.name) for x in fields if getattr(params, x.name) != x.default}
 
 
 def tune(task: Task, num_sms: int, deadline: float) -> dict | None:
     """The fastest parameters of those that time suffices for; None if none was right."""
     sets = AttentionCase(task.spec).make_inputs()
-    best, fastest = None, float("inf")
-    for params in task.candidates(num_sms):
-        if time.monotonic() > deadline:
-            break
-        chosen = getattr(params, task.op)
-        shown = {field: getattr(chosen, field) for field in FIELDS[task.op]}
-        try:
-            case = AttentionCase(task.spec, params, chain=8)
-            result = case.measure(case.lower().compile(), sets)
-        except Exception as problem:  # too much shared memory, too many registers, no such case
-            print(f"  {shown}: {str(problem).splitlines()[0][:60]}", flush=True)
-            continue
-        if result.error < MAX_ERROR and result.seconds < fastest:
-            best, fastest = shown, result.seconds
-    print(f"{task.op:8s} {task.key:8s} {fastest * 1e6:9,.1f} us  {best}", flush=True)
+    best, fastest, count = None, float("inf"), 0
+    waiting = [AttentionCase(task.spec, params, chain=8) for params in task.candidates(num_sms)]
+    compiling: list[tuple[AttentionCase, Future]] = []
+    with ThreadPoolExecutor(AHEAD) as pool:
+        while (waiting or compiling) and (best is None or time.monotonic() < deadline):
+            while waiting and len(compiling) <= AHEAD:
+                case = waiting.pop(0)
+                compiling.append((case, pool.submit(lambda case=case: case.lower().compile())))
+            case, program = compiling.pop(0)
+            shown = fields_of(getattr(case.params, task.op))
+            try:
+                result = case.measure(program.result(), sets)
+            except Exception as problem:  # too much shared memory, too many registers, no such case
+                print(f"  {shown}: {str(problem).splitlines()[0][:60]}", flush=True)
+                continue
+            count += 1
+            if result.error < MAX_ERROR and result.seconds < MARGIN * fastest:
+                best, fastest = shown, result.seconds
+        pool.shutdown(cancel_futures=True)
+    print(f"{task.op:8s} {task.key:8s} {fastest * 1e6:9,.1f} us  {best}, of {count}", flush=True)
     return best
 
 
@@ -118,10 +129,15 @@ def write(path: pathlib.Path, table: dict[str, dict[str, dict]]) -> None:
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def file_name(device_kind: str) -> str:
+    return f"{device_kind.lower().replace(' ', '_')}.json"
+
+
 def tune_attention(path: pathlib.Path, words: list[str], num_sms: int, deadline: float) -> None:
-    table = json.loads(path.read_text()) if path.exists() else {}
+    known = path if path.exists() else path.with_name(file_name(mosaic_gpu.DEFAULT_DEVICE))
+    table = json.loads(known.read_text())
     dims = sorted(mosaic_gpu.HEAD_DIMS, key=lambda dim: dim not in (128, 64))  # the most used first
-    tasks = [Task(op, dim, fp8) for dim in dims for fp8 in (False, True) for op in FIELDS]
+    tasks = [Task(op, dim, fp8) for dim in dims for fp8 in (False, True) for op in OPS]
     tasks = [task for task in tasks if not words or any(word in f"{task.op} {task.key}".split() for word in words)]
     for number, task in enumerate(tasks):
         now = time.monotonic()
@@ -131,8 +147,7 @@ def tune_attention(path: pathlib.Path, words: list[str], num_sms: int, deadline:
         share = (deadline - now) / (len(tasks) - number)
         best = tune(task, num_sms, now + share)
         if best is not None:
-            entry = table.setdefault(task.key, {})
-            entry[task.op] = entry.get(task.op, {}) | best
+            table.setdefault(task.key, {})[task.op] = best
             write(path, table)
 
 
@@ -147,7 +162,7 @@ def main() -> None:
     device = jax.devices()[0]
     if device.platform != "gpu":
         raise SystemExit("tune_kernels: needs a GPU")
-    name = f"{device.device_kind.lower().replace(' ', '_')}.json"
+    name = file_name(device.device_kind)
     wants_linear = not options.only or "linear" in options.only
     words = [word for word in options.only if word != "linear"]
     if words or not options.only:
