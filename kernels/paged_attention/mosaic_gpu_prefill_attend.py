@@ -26,6 +26,7 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_plan import CONSUMERS, 
 # Where running maxima begin: far over a masked score, whose probability is then 0 in a row that saw none but such
 # (from NEG_INF on it would be exp2 of the rounding error of 1e30), and far under any other.
 MAX_FLOOR = -1e20
+MAX_RISE = 8.0  # log2 of what probabilities may be before O is scaled again
 
 
 class _RegisterAccumulator:
@@ -190,7 +191,7 @@ class Consumer:
             s = products.await_scores(s)
             plgpu.barrier_arrive(memory.k_free.at[slot])
             p, m, total, alpha = self._softmax(s, m, total, position - step * block_kv)
-            o = products.await_output(o, alpha, total, memory.pin.at[self.wg])
+            o = products.await_output(o, alpha, total, memory.pin.at[self.wg], is_rare=params.is_lazy)
             plgpu.barrier_arrive(memory.v_free.at[last_slot])
             return p, m, total, o
 
@@ -241,6 +242,8 @@ class Consumer:
             has_unseen |= distance + ROWS > window
         s = lax.cond(has_unseen, functools.partial(self._mask, distance), lambda s: s, s)
         m_new = jnp.maximum(m, s.max(axis=1) * to_log2)
+        if self.layer.params.is_lazy:
+            m_new = jnp.where(m_new - m > MAX_RISE, m_new, m)
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s * to_log2 - lax.broadcast_in_dim(m_new, s.shape, [0]))
         if self.layer.params.has_overlap:

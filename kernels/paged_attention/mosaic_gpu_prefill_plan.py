@@ -33,8 +33,8 @@ class PrefillParams:
     block_kv: keys a step, a multiple of 64. num_stages: K and V tiles in flight. q_buffers: query tiles in flight.
     cluster: CTAs that work on one item and share its K and V tiles, 1 or 2.
     take_turns: whether consumers alternate between products and softmax.
-    overlaps: whether a consumer also does its softmax during its product with V, for which the probabilities of two
-      steps need shared memory.
+    overlaps: whether a consumer also does its softmax during its product with V.
+    is_lazy: with overlaps, whether O is scaled only where a maximum has grown by much.
     claims_items: CTAs claim items from a counter; otherwise they are dealt back and forth.
     section_keys: keys of one KV head that stay in the L2 cache.
     producer_registers: of 504 that it and the two consumers share, each thread; 24 to 152 in steps of 16.
@@ -49,6 +49,7 @@ class PrefillParams:
     cluster: int = 1
     take_turns: bool = True
     overlaps: bool = False
+    is_lazy: bool = False
     claims_items: bool = True
     section_keys: int = 49152
     producer_registers: int = 72

@@ -22,7 +22,7 @@ from jax.experimental.mosaic.gpu import mma_utils
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from jaxinfer.kernels.paged_attention.mosaic_gpu_common import TILE_ROWS, swizzle_transforms
 
@@ -99,7 +99,7 @@ def await_scores(s: jax.Array) -> jax.Array:
     return wait(s)
 
 
-def await_output(o: jax.Array, alpha: jax.Array, sums: jax.Array, pin_smem: Any) -> jax.Array:
+def await_output(o: jax.Array, alpha: jax.Array, sums: jax.Array, pin_smem: Any, *, is_rare: bool) -> jax.Array:
     """alpha O, [ROWS, D], once O is there, which is awaited after `sums` is known.
 
     alpha: [ROWS]. sums: as `column_sums` made it. pin_smem: [128] float32. The compiler moves arithmetic over a wait,
@@ -119,9 +119,35 @@ def await_output(o: jax.Array, alpha: jax.Array, sums: jax.Array, pin_smem: Any)
         value = vector.reduction(ir.F32Type.get(), vector.CombiningKind.ADD, arith.addf(first, second))
         _asm("st.volatile.shared.f32 [$0], $1;", [address, value], "r,f")
         _asm("wgmma.wait_group.sync.aligned 0;")
-        return o * alpha.broadcast_in_dim(o.shape, (0,), o.layout)
+        return _times_rows_if_needed(o, alpha) if is_rare else _times_rows(o, alpha)
 
     return wait(o, alpha, sums, pin_smem)
+
+
+def _times_rows(o: Any, alpha: Any) -> Any:
+    return o * alpha.broadcast_in_dim(o.shape, (0,), o.layout)
+
+
+def _times_rows_if_needed(o: Any, alpha: Any) -> Any:
+    """The same, unless alpha is 1 in all rows of the warp."""
+    i32 = ir.IntegerType.get_signless(32)
+    rows = [x for x in alpha.registers.flat]
+    text = """{
+        .reg .pred p, q;
+        setp.ne.f32 p, $1, 0f3F800000;
+        setp.ne.or.f32 q, $2, 0f3F800000, p;
+        vote.sync.any.pred p, q, 0xffffffff;
+        selp.u32 $0, 1, 0, p;
+    }"""
+    needed = arith.cmpi(arith.CmpIPredicate.ne, _asm(text, rows, "=r,f,f", i32), mgpu_utils.c(0, i32))
+    scaled = scf.IfOp(needed, [x.type for x in o.registers.flat], has_else=True)
+    with ir.InsertionPoint(scaled.then_block):
+        scf.yield_(list(_times_rows(o, alpha).registers.flat))
+    with ir.InsertionPoint(scaled.else_block):
+        scf.yield_(list(o.registers.flat))
+    new = o.registers.copy()
+    new.flat[:] = list(scaled.results)
+    return fragments.FragmentedArray(_registers=new, _layout=o.layout, _is_signed=None)
 
 
 def column_sums(x: jax.Array) -> jax.Array:
