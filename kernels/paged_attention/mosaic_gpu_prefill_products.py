@@ -131,7 +131,7 @@ def _times_rows(o: Any, alpha: Any) -> Any:
 def _times_rows_if_needed(o: Any, alpha: Any) -> Any:
     """The same, unless alpha is 1 in all rows of the warp."""
     i32 = ir.IntegerType.get_signless(32)
-    rows = [x for x in alpha.registers.flat]
+    rows = list(alpha.registers.flat)
     text = """{
         .reg .pred p, q;
         setp.ne.f32 p, $1, 0f3F800000;
