@@ -49,6 +49,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--profile", metavar="DIR", help="write a trace of the device there, and print a summary")
     group.add_argument("--depth", type=int, metavar="N", help="steps in flight (1 on CPU, else 2)")
     group.add_argument("--decode-steps", type=int, metavar="N", help="decode steps a program runs at once")
+    group.add_argument("--mesh", metavar="AXIS=N,...", help="devices to divide the model among, as in tensor=2")
 
 
 def prepare_backend(args: argparse.Namespace) -> None:

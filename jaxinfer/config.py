@@ -20,10 +20,14 @@ VLLM_ALIASES = {
 }
 """vLLM's names for fields of `EngineConfig`."""
 
+VLLM_MESH_AXES = {
+    "tensor_parallel_size": "tensor",
+    "pipeline_parallel_size": "pipe",
+    "data_parallel_size": "data",
+}
+"""vLLM's arguments that are sizes of mesh axes here."""
+
 VLLM_FIXED = {
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "data_parallel_size": 1,
     "enforce_eager": False,
     "trust_remote_code": False,
     "quantization": None,
@@ -153,6 +157,8 @@ class EngineConfig:
       compile_cache: folder of the persistent compilation cache; "auto" is one below the user's cache folder,
         None is off.
       hf_overrides: keys of the model's config.json to replace; None as a value removes the key.
+      mesh: devices to run on: sizes of named axes, as in "tensor=2", or a `jax.sharding.Mesh` with such axes; None is
+        the default device. Weights, KV cache and vocabulary are divided along the axis "tensor".
     """
 
     model: str = "smollm2"
@@ -176,6 +182,7 @@ class EngineConfig:
     warmup: str = "auto"
     compile_cache: str | None = "auto"
     hf_overrides: dict[str, Any] | None = None
+    mesh: Any = None
 
     def __post_init__(self) -> None:
         choices = {"dtype": ("auto", *DTYPES), "kv_cache_dtype": KV_CACHE_DTYPES, "load_format": LOAD_FORMATS,
@@ -193,6 +200,8 @@ class EngineConfig:
             raise ValueError(f"model must be a path or a name, got {self.model!r}")
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ValueError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
+        if self.mesh is not None and not isinstance(self.mesh, str) and not hasattr(self.mesh, "axis_names"):
+            raise ValueError(f"mesh must be text such as 'tensor=2' or a jax.sharding.Mesh, got {self.mesh!r}")
         if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed must be an integer of at most 64 bits, got {self.seed!r}")
 
@@ -206,6 +215,12 @@ class EngineConfig:
         """
         names = {item.name for item in dataclasses.fields(cls)}
         known: dict[str, Any] = {}
+        sizes = {VLLM_MESH_AXES[name]: value for name, value in kwargs.items() if name in VLLM_MESH_AXES}
+        kwargs = {name: value for name, value in kwargs.items() if name not in VLLM_MESH_AXES}
+        if sizes and any(value not in (None, 1) for value in sizes.values()):
+            if kwargs.get("mesh") is not None:
+                raise ValueError(f"mesh={kwargs['mesh']!r} and vLLM's parallel sizes are the same setting")
+            kwargs["mesh"] = ",".join(f"{axis}={value}" for axis, value in sizes.items() if value is not None)
         for name, value in kwargs.items():
             if name in VLLM_FIXED:
                 if value not in (None, VLLM_FIXED[name]):

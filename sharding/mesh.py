@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 
 AXES = ("data", "pipe", "expert", "tensor")
 """All axes, the outermost first: neighbouring devices, which talk fastest, share a tensor axis."""
+IMPLEMENTED = ("tensor",)
+"""Axes that an engine can be run over; the others must have one place."""
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -54,3 +56,45 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     grid = np.empty(math.prod(shape), object)
     grid[:] = devices[: math.prod(shape)]
     return Mesh(grid.reshape(shape), AXES)
+
+
+def resolve_mesh(setting: str | Mesh | None) -> Mesh | None:
+    """The mesh that an engine runs on; None is the default device alone.
+
+    Args:
+      setting: text such as "tensor=2", a mesh whose axes are some of `AXES` in any order, or None.
+
+    Raises:
+      ValueError: what `parse_mesh` and `make_mesh` refuse, an axis that is not implemented, or devices of other
+        processes.
+    """
+    if setting is None:
+        return None
+    mesh = make_mesh(parse_mesh(setting)) if isinstance(setting, str) else _with_all_axes(setting)
+    for name, size in mesh.shape.items():
+        if size > 1 and name not in IMPLEMENTED:
+            raise ValueError(
+                f"mesh axis {name}={size} is not supported yet: only {', '.join(IMPLEMENTED)} may exceed 1"
+            )
+    foreign = [device for device in mesh.devices.flat if device.process_index != jax.process_index()]
+    if foreign:
+        raise ValueError(
+            f"mesh device {foreign[0]} belongs to process {foreign[0].process_index}: one process is needed"
+        )
+    is_default = mesh.size == 1 and mesh.devices.flat[0] == jax.devices()[0]
+    return None if is_default else mesh
+
+
+def _with_all_axes(mesh: Mesh) -> Mesh:
+    """A user's mesh with the axes of `AXES`, in their order."""
+    unknown = [name for name in mesh.axis_names if name not in AXES]
+    if unknown:
+        raise ValueError(f"unknown mesh axis {unknown[0]!r}; axes are {', '.join(AXES)}")
+    order = [mesh.axis_names.index(name) for name in AXES if name in mesh.axis_names]
+    shape = [mesh.shape.get(name, 1) for name in AXES]
+    return Mesh(np.transpose(mesh.devices, order).reshape(shape), AXES)
+
+
+def tensor_axis(mesh: Mesh | None) -> str | None:
+    """The name of the tensor axis for collectives, None where it has one place."""
+    return "tensor" if mesh is not None and mesh.shape["tensor"] > 1 else None

@@ -1,4 +1,4 @@
-"""Settings of every test: strict promotion, no network, a compile cache of the run's own, warnings are errors."""
+"""Settings of every test: strict promotion, no network, eight fake devices, a compile cache of the run's own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import tempfile
 import jax
 import pytest
 
+jax.config.update("jax_num_cpu_devices", 8)  # for meshes; all else runs on the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

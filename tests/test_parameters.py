@@ -106,7 +106,7 @@ def test_which_sampler_a_request_needs():
         ({"memory_utilization": 0}, r"memory_utilization must be in \(0, 1\]"),
         ({"gpu_memory_utilization": 1.5}, r"memory_utilization must be in \(0, 1\], got 1.5"),
         ({"memory_utilization": 0.5, "gpu_memory_utilization": 0.5}, "are the same setting"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported"),
+        ({"tensor_parallel_size": 2, "mesh": "tensor=2"}, "are the same setting"),
         ({"enforce_eager": True}, "enforce_eager=True is not supported"),
         ({"quantization": "awq"}, "quantization='awq' is not supported"),
         ({"max_modle_len": 5}, "unknown argument max_modle_len; did you mean max_model_len"),

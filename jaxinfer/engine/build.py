@@ -9,26 +9,30 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxinfer.batch import BatchLayout, DeviceShapes
 from jaxinfer.config import EngineConfig, Kernels, ModelConfig
 from jaxinfer.engine.buckets import BucketLadder
 from jaxinfer.engine.executables import ExecutableCache
-from jaxinfer.engine.kv_pool import make_caches
-from jaxinfer.engine.memory import Device, MemoryAccount, estimate_temporaries, size_pool
+from jaxinfer.engine.memory import Device, MemoryAccount, estimate_temporaries, fullest, size_pool
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.runner import Runner
 from jaxinfer.kernels import kv_update, paged_attention, sampling
 from jaxinfer.loaders import Checkpoint, OrbaxFolder, dummy_weights, fill_weights, open_checkpoint
-from jaxinfer.models import DenseModel, build_model, find_family, parse_config
+from jaxinfer.models import DenseModel, Partition, build_model, divide, find_family, parse_config
+from jaxinfer.models.partition import own_shape, widen
 from jaxinfer.scheduler import resolve_max_model_len
+from jaxinfer.sharding.mesh import resolve_mesh
+from jaxinfer.sharding.parameters import abstract_parameters
+from jaxinfer.sharding.placement import device_bytes
 from jaxinfer.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 LOGGER = logging.getLogger("jaxinfer")
@@ -67,29 +71,32 @@ def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: N
         model_config = parse_config(checkpoint.config, checkpoint.generation_config, config.hf_overrides)
         tokenizer = open_tokenizer(config, checkpoint)
     folder = _enable_compile_cache(config.compile_cache)
-    device = jax.devices()[0]
+    cut = divide(model_config, resolve_mesh(config.mesh))
+    devices = [jax.devices()[0]] if cut.mesh is None else list(cut.mesh.devices.flat)
+    device = devices[0]
     config = config.resolve(jax.default_backend(), model_config.max_position_embeddings)
-    kernels = choose_kernels(config, model_config, device)
-    model = build_model(model_config, config.dtype, kernels)
+    kernels = choose_kernels(config, cut.local, device)
+    model = build_model(cut, config.dtype, kernels)
     if config.decode_steps is None:
-        is_small = device.platform != "cpu" and _num_bytes(nnx.state(model)) < SMALL_MODEL_BYTES
+        num_bytes = device_bytes(nnx.state(model)) // len(devices)
+        is_small = device.platform != "cpu" and num_bytes < SMALL_MODEL_BYTES
         config = dataclasses.replace(config, decode_steps=4 if is_small else 1)
     ladder = _ladder(config)
     asked, weights, needed, others = config, None, None, None
     while True:
-        programs, account = _size(asked, model_config, model, ladder, device, needed, others)
+        programs, account = _size(asked, cut, model, ladder, devices, needed, others)
         others = account.others
         config = dataclasses.replace(asked, max_model_len=programs.shapes.max_len, num_blocks=account.num_blocks)
         if folder is not None and device.platform != "cpu":
             flags = os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS")
             sizes = programs.shapes, programs.caches[0], config.dtype, config.block_size
-            programs.saved = ExecutableCache(folder / "programs", (flags, model_config, kernels, sizes), device)
+            programs.saved = ExecutableCache(folder / "programs", (flags, model_config, kernels, sizes), *devices)
         keys = programs.keys(ladder.shapes) if config.warmup == "full" else []
         if keys:
             on_compile(len(keys), False)
         with ThreadPoolExecutor(max_workers=1) as background:
             compiling = background.submit(programs.compile, keys, lambda key: on_compile(0, True))
-            weights = weights or load_weights(config, checkpoint, model_config, model, device)
+            weights = weights or load_weights(config, checkpoint, cut, model, device)
             compiling.result()
         if not keys or device.platform == "cpu":
             break
@@ -100,45 +107,44 @@ def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: N
         LOGGER.info("programs need %d bytes beside the KV cache, not %d: sizing again", needed, account.temporaries)
     _tell_lowered(asked, config, model_config)
     LOGGER.info("device memory:\n%s", account.describe())
-    runner = Runner(weights, programs, ladder, _cache_maker(config, model_config, account.num_blocks))
+    runner = Runner(weights, programs, ladder)
     return Parts(config, model_config, tokenizer, runner, account, str(kernels))
 
 
 def _size(
     config: EngineConfig,
-    model_config: ModelConfig,
+    cut: Partition,
     model: DenseModel,
     ladder: BucketLadder,
-    device: Device,
+    devices: list[Device],
     temporaries: int | None,
     others: int | None,
 ) -> tuple[Programs, MemoryAccount]:
-    """The pool's size and the programs of that size; an unknown need for temporaries is estimated."""
+    """The pool's size and the programs of that size; an unknown need for temporaries is estimated.
+
+    All bytes are one device's: every device of a mesh holds as much.
+    """
     assert config.block_size is not None
-    longest = config.max_model_len or model_config.max_position_embeddings
-    draft = _programs(config, model_config, model, ladder, 2, longest)
+    longest = config.max_model_len or cut.model.max_position_embeddings
+    draft = _programs(config, cut, model, ladder, 2, longest)
     if temporaries is None:
         temporaries = draft.largest_temporaries(ladder.shapes)
-        temporaries += estimate_temporaries(model_config, ladder.shapes[0], config)
+        temporaries += estimate_temporaries(cut.local, ladder.shapes[0], config, gathered_vocab=cut.whole.vocab_size)
     account = size_pool(
         config,
-        model_config,
-        weights=_num_bytes(draft.weights),
+        cut.local,
+        weights=device_bytes(draft.weights),
         temporaries=temporaries,
-        tables=_num_bytes((draft.tables, draft.carry, draft.features)),
-        device=device,
+        tables=device_bytes((draft.tables, draft.carry, draft.features)),
+        device=fullest(devices),
         others=others,
     )
     max_model_len = resolve_max_model_len(
         config.max_model_len,
-        model_config.max_position_embeddings,
+        cut.model.max_position_embeddings,
         (account.num_blocks - 1) * config.block_size,
     )
-    return _programs(config, model_config, model, ladder, account.num_blocks, max_model_len), account
-
-
-def _num_bytes(tree: Any) -> int:
-    return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+    return _programs(config, cut, model, ladder, account.num_blocks, max_model_len), account
 
 
 def _tell_lowered(asked: EngineConfig, config: EngineConfig, model_config: ModelConfig) -> None:
@@ -206,21 +212,32 @@ def choose_kernels(config: EngineConfig, model_config: ModelConfig, device: Devi
 def load_weights(
     config: EngineConfig,
     checkpoint: Checkpoint,
-    model_config: ModelConfig,
+    model_config: ModelConfig | Partition,
     model: DenseModel,
     device: Device,
 ) -> list[jax.Array]:
-    """The flat list of parameters, in the model's leaf order, on the device."""
+    """The flat list of parameters, in the model's leaf order: on the device, or where the mesh has them.
+
+    Each device gets its own part and nothing else; files are read by the part where their format allows it.
+    """
+    cut = divide(model_config, None) if isinstance(model_config, ModelConfig) else model_config
     leaves: list[tuple[Any, Any]] = [(path, leaf.get_value()) for path, leaf in nnx.to_flat_state(nnx.state(model))]
-    sharding = SingleDeviceSharding(device)
+    shardings: list[Sharding] = [SingleDeviceSharding(device)] * len(leaves)
+    if cut.mesh is not None:
+        shardings = [leaf.sharding for leaf in abstract_parameters(model, cut.mesh)]
+    wide = {
+        path: partial(widen, path, partition=cut)
+        for path, leaf in leaves
+        if own_shape(path, leaf.shape, cut) != leaf.shape
+    }
+    own = [(path, jax.ShapeDtypeStruct(own_shape(path, leaf.shape, cut), leaf.dtype)) for path, leaf in leaves]
     if config.load_format == "dummy":
-        return dummy_weights([leaf for _, leaf in leaves], [sharding] * len(leaves), config.seed)
+        return dummy_weights(own, shardings, config.seed, wide)
     if isinstance(checkpoint, OrbaxFolder):
-        return checkpoint.restore(leaves, [sharding] * len(leaves))
-    family = find_family([model_config.architecture])
-    sources = family.sources(model_config)
-    is_tied = model_config.tie_word_embeddings
-    return fill_weights(checkpoint, leaves, sources, lambda path: sharding, is_tied=is_tied)
+        return checkpoint.restore(own, shardings, wide)
+    sources = find_family([cut.model.architecture]).sources(cut)
+    where = dict(zip([path for path, _ in leaves], shardings, strict=True))
+    return fill_weights(checkpoint, leaves, sources, where.__getitem__, is_tied=cut.model.tie_word_embeddings)
 
 
 def _ladder(config: EngineConfig) -> BucketLadder:
@@ -233,7 +250,7 @@ def _ladder(config: EngineConfig) -> BucketLadder:
 
 def _programs(
     config: EngineConfig,
-    model_config: ModelConfig,
+    cut: Partition,
     model: DenseModel,
     ladder: BucketLadder,
     num_blocks: int,
@@ -245,25 +262,20 @@ def _programs(
         num_slots=config.max_num_seqs,
         max_blocks=-(-max_model_len // config.block_size),
         max_len=max_model_len,
-        vocab_size=model_config.vocab_size,
+        vocab_size=cut.model.vocab_size,
         buffer_size=max(BatchLayout(shape).size for shape in ladder.shapes),
     )
     return Programs(
         model,
-        model_config,
+        cut.whole,
         shapes,
         num_blocks=num_blocks,
         block_size=config.block_size,
         dtype=config.dtype,
         cache_dtype=config.cache_dtype,
         decode_steps=config.decode_steps or 1,
+        mesh=cut.mesh,
     )
-
-
-def _cache_maker(config: EngineConfig, model_config: ModelConfig, num_blocks: int):
-    assert config.block_size is not None
-    block_size, dtype = config.block_size, config.cache_dtype
-    return lambda: make_caches(model_config, num_blocks, block_size, dtype)
 
 
 def _enable_compile_cache(setting: str | None) -> Path | None:

@@ -32,14 +32,15 @@ class ExecutableCache:
     Args:
       folder: made when something is stored.
       ingredients: all that the programs depend on beside their names; their `repr`s are hashed.
-      device: where programs run.
+      devices: where programs run.
     """
 
-    def __init__(self, folder: Path, ingredients: Iterable[Any], device: Any) -> None:
+    def __init__(self, folder: Path, ingredients: Iterable[Any], *devices: Any) -> None:
         self.folder = folder
         self.num_loaded = 0
-        self._device = device
-        facts = (jax.__version__, version("jaxlib"), device.client.platform_version, device.device_kind)
+        self._devices = devices
+        device = devices[0]
+        facts = (len(devices), jax.__version__, version("jaxlib"), device.client.platform_version, device.device_kind)
         self._digest = hashlib.sha256(repr((facts, source_digest(), *ingredients)).encode()).hexdigest()
 
     def load(self, name: str, arguments: Any, results: Any) -> jax.stages.Compiled | None:
@@ -57,7 +58,7 @@ class ExecutableCache:
             return None
         trees = jax.tree.structure((arguments, {})), jax.tree.structure(results)
         try:
-            program = serialize_executable.deserialize_and_load(data, *trees, execution_devices=[self._device])
+            program = serialize_executable.deserialize_and_load(data, *trees, execution_devices=self._devices)
         except Exception as error:  # whatever is wrong with the file, compiling makes a new one
             LOGGER.info("cannot load the compiled program %s: %s", path, error)
             return None

@@ -8,6 +8,7 @@ need beside it is therefore estimated from above, and compared with `memory_anal
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,20 +67,36 @@ class MemoryAccount:
         return "\n".join([*lines, f"{'total':<30}{self.total / 1e9:10.3f} GB  ({self.num_blocks} blocks)"])
 
 
-def estimate_temporaries(model: ModelConfig, largest: BatchShape, engine: EngineConfig) -> int:
+def estimate_temporaries(
+    model: ModelConfig, largest: BatchShape, engine: EngineConfig, *, gathered_vocab: int = 0
+) -> int:
     """An upper bound of what the largest program needs beside its arguments and results, in bytes.
 
     A layer keeps a few activations of each width, which XLA reuses for the next layer; the full sampler a few copies
     of the logits; a copy of blocks all that it copies.
+
+    Args:
+      model: on a mesh, one device's part of it.
+      gathered_vocab: what the full sampler gathers, where the model's vocabulary is a part.
     """
     assert engine.block_size is not None
     itemsize = jnp.dtype(engine.dtype).itemsize
     attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     widths = 6 * model.hidden_size + 3 * attention + 3 * model.intermediate_size
     step = largest.num_tokens * widths * itemsize
-    sampler = 6 * largest.num_rows * model.vocab_size * 4
+    sampler = 6 * largest.num_rows * max(model.vocab_size, gathered_vocab) * 4
     copies = largest.num_rows * block_bytes(model, engine.block_size, engine.cache_dtype)
     return max(step, sampler, copies) + SPARE_BYTES
+
+
+def fullest(devices: Sequence[Device]) -> Device:
+    """The device with the least memory left, which bounds what all of a mesh can hold."""
+
+    def free(device: Device) -> int:
+        stats = device.memory_stats() or {}
+        return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+
+    return devices[0] if devices[0].platform == "cpu" else min(devices, key=free)
 
 
 def size_pool(
@@ -96,6 +113,7 @@ def size_pool(
 
     Args:
       engine: resolved.
+      config: on a mesh, one device's part of the model; all bytes are a device's.
       weights: bytes of the parameters on the device.
       temporaries: of programs; see `estimate_temporaries`.
       tables: of the arrays by request slot.

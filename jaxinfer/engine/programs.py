@@ -33,6 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxinfer.batch import (
     AttentionMetadata,
@@ -53,6 +54,10 @@ from jaxinfer.engine.executables import ExecutableCache
 from jaxinfer.layers import KVCache
 from jaxinfer.models import DenseModel
 from jaxinfer.sampling import raw_logprobs, sample_full, sample_plain
+from jaxinfer.sharding.collectives import gather_columns
+from jaxinfer.sharding.parameters import abstract_parameters
+from jaxinfer.sharding.placement import device_bytes, on_mesh
+from jaxinfer.sharding.rules import sharding_of
 
 ADMIT_ROWS = 8
 """Slots that one upload refills."""
@@ -84,13 +89,15 @@ class Programs:
 
     Args:
       model: the abstract model.
-      config: its dimensions.
+      config: its dimensions, on a mesh as the mesh has them.
       shapes: sizes shared by all programs.
       num_blocks: blocks of the pool.
       block_size: tokens a block.
       dtype: of activations.
       cache_dtype: of the cache; None is `dtype`.
       decode_steps: of `steps` programs; with 1 there are none.
+      mesh: where to run: each program is then one `shard_map`, and what is here is on one device's parts. None is the
+        default device.
     """
 
     def __init__(
@@ -104,17 +111,21 @@ class Programs:
         dtype: str,
         cache_dtype: str | None = None,
         decode_steps: int = 1,
+        mesh: Mesh | None = None,
     ) -> None:
         self.decode_steps = decode_steps
+        self.mesh, self.axis_name = mesh, model.axis_name
         self.sampling = model.kernels.sampling
         graph, state = nnx.split(model)
-        self.weights, tree = jax.tree.flatten(state)
+        leaves, tree = jax.tree.flatten(state)
+        self.weights = leaves if mesh is None else abstract_parameters(model, mesh)
         self._rebuild = lambda leaves: nnx.merge(graph, jax.tree.unflatten(tree, leaves))
         self.shapes = shapes
         self.hidden_size, self.dtype = config.hidden_size, jnp.dtype(dtype)
+        self.num_logits = config.vocab_size  # of a row; V, or a little more on a mesh
         self.stats = CompileStats()
         cache = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
-        page = jax.ShapeDtypeStruct(cache, jnp.dtype(cache_dtype or dtype))
+        page = self._sharded("KV cache", cache, jnp.dtype(cache_dtype or dtype), (None, "kv_heads", None, None))
         self.caches: list[Any] = [(page, page) for _ in range(config.num_layers)]
         self.tables = jax.ShapeDtypeStruct((shapes.num_slots, shapes.max_blocks), jnp.int32)
         self.carry = jax.eval_shape(shapes.zero_carry)
@@ -157,6 +168,8 @@ class Programs:
         name, results = "-".join(map(str, key)), self._results(key, arguments)
         compiled = None if self.saved is None else self.saved.load(name, arguments, results)
         if compiled is None:
+            if self.mesh is not None:
+                function, arguments = on_mesh(function, arguments, results, self.mesh)
             compiled = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*arguments).compile()
             if self.saved is not None:
                 self.saved.store(name, compiled, results)
@@ -176,8 +189,7 @@ class Programs:
         the buffers that steps of these shapes leave for the sampler."""
         logits = {shape.num_rows: self._logits(shape.num_rows) for shape in shapes}
         hidden = {shape.num_tokens: self.buffers(shape).hidden for shape in shapes}
-        buffers = sum(leaf.size * leaf.dtype.itemsize for leaf in (*logits.values(), *hidden.values()))
-        return buffers + max(map(self.temporary_bytes, self._compiled), default=0)
+        return device_bytes((logits, hidden)) + max(map(self.temporary_bytes, self._compiled), default=0)
 
     # -- what each program is ---------------------------------------------------------------------
 
@@ -220,7 +232,8 @@ class Programs:
                 return self._steps(layout), (1, 2, 3), (self.weights, *state, packed)
             case ("full", num_rows):
                 arguments = (self.carry, self.features, self._logits(num_rows), _abstract_rows(num_rows))
-                return partial(sample_full, implementation=self.sampling), (0, 1), arguments
+                options = {"implementation": self.sampling, "axis_name": self.axis_name}
+                return partial(sample_full, vocab_size=self.shapes.vocab_size, **options), (0, 1), arguments
             case ("admit",):
                 packed = jax.ShapeDtypeStruct((ADMIT_ROWS, self.shapes.slot_layout.width), jnp.int32)
                 return self._admit, (0, 1), (self.carry, self.tables, packed)
@@ -263,7 +276,14 @@ class Programs:
         return StepBuffers(self._logits(shape.num_rows), _abstract_rows(shape.num_rows), hidden)  # pyright: ignore[reportArgumentType]
 
     def _logits(self, num_rows: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((num_rows, self.shapes.vocab_size), jnp.float32)
+        return self._sharded("logits", (num_rows, self.num_logits), jnp.dtype(jnp.float32), (None, "vocab"))
+
+    def _sharded(
+        self, name: str, shape: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str | None, ...]
+    ) -> jax.ShapeDtypeStruct:
+        """An abstract array that the mesh divides, if there is one."""
+        sharding = None if self.mesh is None else sharding_of(name, shape, axes, self.mesh)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def _step(self, layout: BatchLayout) -> Callable[..., Any]:
         def step(
@@ -316,13 +336,15 @@ class Programs:
         hidden, caches = model(token_ids, meta, caches, is_decode=layout.shape.is_decode)
         logits = model.logits(hidden[jnp.maximum(batch.query_start_loc[1:] - 1, 0)])
         rows = batch.rows_to_sample(self.shapes.num_slots)
-        carry, output = sample_plain(carry, logits, rows, implementation=self.sampling)
+        options: dict[str, Any] = {"implementation": self.sampling, "axis_name": self.axis_name}
+        carry, output = sample_plain(carry, logits, rows, **options)
         return logits, batch, hidden, caches, tables, carry, output.tokens
 
     def _prompt_logprobs(
         self, weights: list[jax.Array], hidden: jax.Array, indices: jax.Array, targets: jax.Array
     ) -> LogprobOutput:
-        return raw_logprobs(self._rebuild(weights).logits(hidden[indices]), targets)
+        logits = self._rebuild(weights).logits(hidden[indices])
+        return raw_logprobs(gather_columns(logits, self.axis_name, self.shapes.vocab_size), targets)
 
     def _admit(self, carry: Carry, tables: jax.Array, packed: jax.Array) -> tuple[Carry, jax.Array]:
         part = self.shapes.slot_layout.unpack(packed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +24,7 @@ from jaxinfer.engine import inputs
 from jaxinfer.engine.buckets import BucketLadder
 from jaxinfer.engine.programs import ADMIT_ROWS, FEATURE_ROWS, PROMPT_ROWS, Key, Programs
 from jaxinfer.layers import KVCache
+from jaxinfer.sharding.placement import zeros
 
 
 @dataclass
@@ -45,7 +45,6 @@ class Runner:
       weights: flat list in the model's leaf order.
       programs: compiled forms.
       ladder: buckets.
-      make_caches: makes a zeroed pool; called again after a failed step.
     """
 
     def __init__(
@@ -53,13 +52,11 @@ class Runner:
         weights: list[jax.Array],
         programs: Programs,
         ladder: BucketLadder,
-        make_caches: Callable[[], list[KVCache]],
     ) -> None:
         self.weights = weights
         self.programs = programs
         self.ladder = ladder
         self.shapes: DeviceShapes = programs.shapes
-        self._make_caches = make_caches
         self._layouts: dict[BatchShape, BatchLayout] = {}
         self.caches: list[KVCache] = []
         self.tables: jax.Array
@@ -68,15 +65,17 @@ class Runner:
         self.reset()
 
     def reset(self) -> None:
-        """A fresh pool, tables and carry; what was there is gone."""
+        """A fresh pool, tables and carry; what was there is gone. Zeros: 0 x NaN would poison masked positions."""
+        programs = self.programs
         self.caches = []  # free the old ones first
-        self.caches = self._make_caches()
-        self.tables = jax.numpy.zeros((self.shapes.num_slots, self.shapes.max_blocks), jax.numpy.int32)
-        self.carry = self.shapes.zero_carry()
-        self.features = self.shapes.zero_features()
-        self.staged = _zeros(self.programs.staged())
+        self.caches = self._zeros(programs.caches)
+        self.tables, self.carry, self.features = self._zeros((programs.tables, programs.carry, programs.features))
+        self.staged = self._zeros(programs.staged())
         self._rows: dict[int, tuple[jax.Array, Rows]] = {}
         self._hidden: dict[int, jax.Array] = {}
+
+    def _zeros(self, tree: Any) -> Any:
+        return zeros(tree, self.programs.mesh)
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Sends a plan to the device and returns at once; results are on their way.
@@ -132,9 +131,9 @@ class Runner:
         """The buffers that the last step of these sizes wrote; new ones the first time."""
         abstract = self.programs.buffers(shape)
         if shape.num_rows not in self._rows:
-            self._rows[shape.num_rows] = _zeros((abstract.logits, abstract.rows))
+            self._rows[shape.num_rows] = self._zeros((abstract.logits, abstract.rows))
         if shape.num_tokens not in self._hidden:
-            self._hidden[shape.num_tokens] = _zeros(abstract.hidden)
+            self._hidden[shape.num_tokens] = self._zeros(abstract.hidden)
         return StepBuffers(*self._rows.pop(shape.num_rows), self._hidden.pop(shape.num_tokens))
 
     def _score_prompts(self, plan: StepPlan, hidden: jax.Array) -> list[tuple[PlanRow, int, int, LogprobOutput]]:
@@ -195,7 +194,7 @@ class Runner:
                 padding = inputs.pack(StepPlan(), layout, self.shapes.num_slots)
                 np.asarray(self._run_burst(layout.shape, np.stack([padding] * num_steps)))
             case ("prompt", num_tokens):
-                hidden = jax.numpy.zeros((num_tokens, self.programs.hidden_size), self.programs.dtype)
+                hidden = self._zeros(jax.ShapeDtypeStruct((num_tokens, self.programs.hidden_size), self.programs.dtype))
                 ints = np.zeros(PROMPT_ROWS, np.int32)
                 jax.tree.map(np.asarray, self.programs.get(key)(self.weights, hidden, ints, ints))
             case ("admit",):
@@ -241,10 +240,6 @@ def _is_plain_decode(plan: StepPlan) -> bool:
         and not plan.copies
         and not any(row.is_admission or row.request.params.prompt_logprobs is not None for row in plan.others)
     )
-
-
-def _zeros(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), tree)
 
 
 def _logprob_rows(output: LogprobOutput, count: int) -> list[Any]:

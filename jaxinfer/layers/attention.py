@@ -20,10 +20,12 @@ type KVCache = tuple[jax.Array, jax.Array]
 class Attention(nnx.Module):
     """Grouped-query attention, with QK-norm and QKV bias where the model has them."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, kernels: Kernels) -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: jnp.dtype, kernels: Kernels, axis_name: str | None = None
+    ) -> None:
         sizes = (config.hidden_size, config.num_kv_heads, config.group_size, config.head_dim)
         self.qkv = QKVProjection(*sizes, dtype=dtype, has_bias=config.has_qkv_bias, implementation=kernels.linear)
-        self.out = AttentionOutput(*sizes, dtype=dtype, implementation=kernels.linear)
+        self.out = AttentionOutput(*sizes, dtype=dtype, implementation=kernels.linear, axis_name=axis_name)
 
         def head_norm() -> RMSNorm | None:
             if not config.has_qk_norm:

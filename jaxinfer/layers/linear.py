@@ -47,6 +47,7 @@ def multiply(
 
     Args:
       implementation: the fastest one that may be used; products that gain nothing by it use the reference.
+      axis_name: the mesh axis that the inputs are cut over; None where one device has all of them.
     """
     value = weight[...]
     out = linear(
@@ -101,11 +102,12 @@ class AttentionOutput(nnx.Module):
         *,
         dtype: jnp.dtype,
         implementation: str = "reference",
+        axis_name: str | None = None,
     ) -> None:
         axes = ("kv_heads", None, "head_dim", "embed")
         self.weight = param((kv_heads, group, head_dim, hidden), dtype, axes)
-        self.implementation = implementation
+        self.implementation, self.axis_name = implementation, axis_name
 
-    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None, axis_name: str | None = None) -> jax.Array:
-        """`residual` is added to the result."""
-        return multiply(x, self.weight, residual=residual, axis_name=axis_name, implementation=self.implementation)
+    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+        """`residual` is added to the result, which is summed over the mesh axis first."""
+        return multiply(x, self.weight, residual=residual, axis_name=self.axis_name, implementation=self.implementation)

@@ -9,11 +9,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Sharding
 
 from jaxinfer.loaders.checkpoint import Checkpoint
@@ -34,9 +35,18 @@ class OrbaxFolder(SafetensorsFolder):
         self._weights = folder.absolute() / SUBFOLDER
 
     def restore(
-        self, leaves: Sequence[tuple[tuple[str | int, ...], jax.ShapeDtypeStruct]], shardings: Sequence[Sharding]
+        self,
+        leaves: Sequence[tuple[tuple[str | int, ...], jax.ShapeDtypeStruct]],
+        shardings: Sequence[Sharding],
+        widen: Mapping[tuple[str | int, ...], Callable[[Any], Any]],
     ) -> list[jax.Array]:
         """All parameters in the order of `leaves`, in their dtypes, on their shardings.
+
+        Args:
+          leaves: (path, abstract array), as on one device, which is how they are stored.
+          shardings: where each lies; a device reads its part only.
+          widen: what makes the array that a mesh has of a stored one, for the paths that differ there. Those are read
+            whole, by the host.
 
         Raises:
           ValueError: the checkpoint is damaged, or of another model.
@@ -44,7 +54,9 @@ class OrbaxFolder(SafetensorsFolder):
         import orbax.checkpoint as ocp  # here: it takes a second, and other formats do not need it
 
         target = {
-            path_name(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            path_name(path): np.empty(leaf.shape, leaf.dtype)  # which asks for an array of the host
+            if path in widen
+            else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             for (path, leaf), sharding in zip(leaves, shardings, strict=True)
         }
         with ocp.StandardCheckpointer() as checkpointer:
@@ -55,9 +67,13 @@ class OrbaxFolder(SafetensorsFolder):
                 raise
             except Exception as error:  # Orbax and TensorStore raise many kinds
                 raise ValueError(f"{self.path}: the Orbax checkpoint cannot be read: {error}") from None
-        return [restored[path_name(path)] for path, _ in leaves]
+        arrays = [restored[path_name(path)] for path, _ in leaves]
+        return [
+            _put(widen[path](array), sharding) if path in widen else array
+            for (path, _), array, sharding in zip(leaves, arrays, shardings, strict=True)
+        ]
 
-    def _check(self, metadata: Any, target: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    def _check(self, metadata: Any, target: Mapping[str, Any]) -> None:
         stored = {name: tuple(item.shape) for name, item in metadata.item_metadata.items()}
         for name, leaf in target.items():
             if name not in stored:
@@ -67,6 +83,10 @@ class OrbaxFolder(SafetensorsFolder):
         extra = sorted(set(stored) - set(target))
         if extra:
             raise ValueError(f"{self.path}: parameter {extra[0]} has no place in the model")
+
+
+def _put(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def path_name(path: tuple[str | int, ...]) -> str:

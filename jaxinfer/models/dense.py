@@ -29,12 +29,12 @@ from jaxinfer.layers import (
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, kernels: Kernels, axis_name: str | None) -> None:
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.attention = Attention(config, dtype=dtype, kernels=kernels)
+        self.attention = Attention(config, dtype=dtype, kernels=kernels, axis_name=axis_name)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         sizes = (config.hidden_size, config.intermediate_size)
-        self.mlp = GatedMLP(*sizes, dtype=dtype, implementation=kernels.linear)
+        self.mlp = GatedMLP(*sizes, dtype=dtype, implementation=kernels.linear, axis_name=axis_name)
 
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, meta: AttentionMetadata, cache: KVCache
@@ -52,17 +52,35 @@ class DenseModel(nnx.Module):
       config: dimensions.
       dtype: of parameters and activations.
       kernels: implementations of the kernels; a name stands for all of them.
+      vocab_size: ids that exist, where the configuration's number is padded for a mesh.
+      axis_name: the mesh axis that the model is cut over; then it is called inside a `shard_map`, with parameters and
+        caches of one device's shapes. None is one device.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, kernels: Kernels | str = "reference") -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: jnp.dtype,
+        kernels: Kernels | str = "reference",
+        vocab_size: int | None = None,
+        axis_name: str | None = None,
+    ) -> None:
         kernels = kernels if isinstance(kernels, Kernels) else Kernels.all(kernels)
-        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nnx.List([DecoderLayer(config, dtype=dtype, kernels=kernels) for _ in range(config.num_layers)])
+
+        def table() -> Embedding:
+            sizes = (config.vocab_size, config.hidden_size)
+            return Embedding(*sizes, dtype=dtype, vocab_size=vocab_size, axis_name=axis_name)
+
+        def layer() -> DecoderLayer:
+            return DecoderLayer(config, dtype=dtype, kernels=kernels, axis_name=axis_name)
+
+        self.embed = table()
+        self.layers = nnx.List([layer() for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.head = head
+        self.head = None if config.tie_word_embeddings else table()
         self.kernels = kernels
-        self.attention_sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self.group_size, self.axis_name = config.group_size, axis_name
         self.rotary_factor = attention_factor(config.rope)
         self.frequencies = tuple(inverse_frequencies(config.rope, config.head_dim).tolist())
 
@@ -73,7 +91,7 @@ class DenseModel(nnx.Module):
 
         `is_decode` promises that no row has more than one token.
         """
-        meta = self._with_plans(meta, caches[0][0].dtype, is_decode=is_decode)
+        meta = self._with_plans(meta, caches[0][0], is_decode=is_decode)
         x = self.embed(token_ids)
         frequencies = jnp.asarray(self.frequencies, jnp.float32)
         cos, sin = rotary_angles(meta.positions, frequencies, self.rotary_factor)
@@ -85,25 +103,25 @@ class DenseModel(nnx.Module):
             updated.append(cache)
         return self.norm(x), updated
 
-    def _with_plans(self, meta: AttentionMetadata, cache_dtype: jnp.dtype, *, is_decode: bool) -> AttentionMetadata:
+    def _with_plans(self, meta: AttentionMetadata, cache: jax.Array, *, is_decode: bool) -> AttentionMetadata:
         """What the kernels of all layers share."""
-        num_heads, num_kv_heads, head_dim = self.attention_sizes
+        _, num_kv_heads, _, head_dim = cache.shape
         attention_plan = paged_attention.plan(
             self.kernels.attention,
             meta.seq_lens,
             meta.query_start_loc,
             num_tokens=meta.positions.shape[0],
-            num_heads=num_heads,
+            num_heads=num_kv_heads * self.group_size,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            cache_dtype=cache_dtype,
+            cache_dtype=cache.dtype,
             is_decode=is_decode,
         )
         update_plan = kv_update.plan(self.kernels.kv_update, meta.slot_mapping)
         return dataclasses.replace(meta, plan=attention_plan, update_plan=update_plan)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[S, hidden] -> float32 [S, vocab]."""
+        """[S, hidden] -> float32 [S, vocab], on a mesh this device's part of it."""
         with jax.named_scope("head"):
             return compute_logits(hidden, self.embed if self.head is None else self.head)
 

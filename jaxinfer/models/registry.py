@@ -14,6 +14,7 @@ from jaxinfer.models import llama, mistral, qwen2, qwen3
 from jaxinfer.models.dense import DenseModel
 from jaxinfer.models.hf_config import ConfigReader
 from jaxinfer.models.hf_weights import Sources, dense_sources
+from jaxinfer.models.partition import Partition, divide
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Family:
 
     architecture: str
     parse_config: Callable[[ConfigReader], ModelConfig]
-    sources: Callable[[ModelConfig], Sources] = dense_sources
+    sources: Callable[[Partition], Sources] = dense_sources
 
 
 FAMILIES = {
@@ -76,6 +77,8 @@ def parse_config(
     return replace(parsed, eos_token_ids=ids, generation_defaults=generation)
 
 
-def build_model(config: ModelConfig, dtype: str, kernels: Kernels | str = "reference") -> DenseModel:
-    """The abstract model: shapes and axes, no arrays. See `DenseModel` for `kernels`."""
-    return nnx.eval_shape(lambda: DenseModel(config, dtype=jnp.dtype(dtype), kernels=kernels))
+def build_model(config: ModelConfig | Partition, dtype: str, kernels: Kernels | str = "reference") -> DenseModel:
+    """The abstract model, for one device or as a mesh has it: shapes and axes, no arrays. See `DenseModel`."""
+    cut = divide(config, None) if isinstance(config, ModelConfig) else config
+    options = {"kernels": kernels, "vocab_size": cut.model.vocab_size, "axis_name": cut.axis_name}
+    return nnx.eval_shape(lambda: DenseModel(cut.whole, dtype=jnp.dtype(dtype), **options))

@@ -18,18 +18,24 @@ import jax.numpy as jnp
 
 from jaxinfer.batch import Carry, Features, LogprobOutput, Rows, StepOutput
 from jaxinfer.core import MAX_LOGPROBS
-from jaxinfer.kernels.sampling import Slots, reference, sample, sample_slots
+from jaxinfer.kernels.sampling import Slots, reference, sample, sample_sharded, sample_slots
 from jaxinfer.sampling import transforms
+from jaxinfer.sharding.collectives import gather_columns
 
 
 def sample_plain(
-    carry: Carry, logits: jax.Array, rows: Rows, *, implementation: str = "reference"
+    carry: Carry, logits: jax.Array, rows: Rows, *, implementation: str = "reference", axis_name: str | None = None
 ) -> tuple[Carry, StepOutput]:
     """float32 [S, V] -> the carry for the next step, and the tokens.
 
     Args:
       implementation: of `kernels/sampling`.
+      axis_name: the mesh axis that V is cut over; the logits are this device's. Tokens are the same.
     """
+    if axis_name is not None:
+        state = reference.gather(rows.slot_ids, rows.num_tokens, _slots(carry))
+        tokens = sample_sharded(logits, *state, axis_name=axis_name, implementation=implementation)
+        return _advance(carry, rows, tokens), StepOutput(tokens, None)
     tokens, slots = sample_slots(
         logits, rows.slot_ids, rows.samples, rows.num_tokens, _slots(carry), implementation=implementation
     )
@@ -51,9 +57,20 @@ def sample_cut(
 
 
 def sample_full(
-    carry: Carry, features: Features, logits: jax.Array, rows: Rows, *, implementation: str = "reference"
+    carry: Carry,
+    features: Features,
+    logits: jax.Array,
+    rows: Rows,
+    *,
+    vocab_size: int | None = None,
+    implementation: str = "reference",
+    axis_name: str | None = None,
 ) -> tuple[Carry, Features, StepOutput]:
-    """As `sample_plain`, with all features, the token history, and log-probabilities."""
+    """As `sample_plain`, with all features, the token history, and log-probabilities.
+
+    On a mesh every device gathers all logits, [S, vocab_size], and does the same.
+    """
+    logits = gather_columns(logits, axis_name, vocab_size or logits.shape[1])
     temperature, seeds, positions = reference.gather(rows.slot_ids, rows.num_tokens, _slots(carry))
     used = jax.tree.map(lambda table: table.at[rows.slot_ids].get(mode="clip"), features)
     is_used = _uses_features(carry, rows)

@@ -2,5 +2,6 @@
 
 from jaxinfer.kernels.sampling.api import choose, sample, sample_slots
 from jaxinfer.kernels.sampling.reference import Slots
+from jaxinfer.kernels.sampling.sharded import sample as sample_sharded
 
-__all__ = ["Slots", "choose", "sample", "sample_slots"]
+__all__ = ["Slots", "choose", "sample", "sample_sharded", "sample_slots"]

@@ -7,12 +7,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.kernels.sampling.mosaic_gpu_common import BLOCK, MIN_VOCAB, TILE
+from jaxinfer.kernels.sampling import reference
+from jaxinfer.kernels.sampling.mosaic_gpu_common import BLOCK, MIN_VOCAB, TILE, RowShape
 from jaxinfer.kernels.sampling.mosaic_gpu_cuts import CutsParams, pick_with_cuts
 from jaxinfer.kernels.sampling.mosaic_gpu_pick import pick
 from jaxinfer.kernels.sampling.mosaic_gpu_slots import sample_and_advance
 from jaxinfer.kernels.sampling.mosaic_gpu_tiles import TilesParams, reduce_tiles
+from jaxinfer.kernels.sampling.noise import Stream, gumbel, row_keys
 from jaxinfer.kernels.sampling.reference import Slots
+from jaxinfer.sharding.collectives import all_max
 
 MAX_VOCAB = BLOCK * TILE * TILE  # the maxima of all tiles are a block of shared memory
 
@@ -73,6 +76,35 @@ def sample_slots(
     check_supported(logits.shape[1])
     tiles = _as_tiles(logits)
     return sample_and_advance(tiles, (slot_ids, samples, num_tokens), slots, params=params.tiles)
+
+
+def candidates(
+    logits: jax.Array,
+    temperature: jax.Array,
+    seeds: jax.Array,
+    positions: jax.Array,
+    first_tile: jax.Array,
+    axis_name: str,
+    *,
+    params: Params = Params(),
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `sharded.candidates`: one pass over the logits, then a few numbers a tile."""
+    check_supported(logits.shape[1])
+    tiles = _as_tiles(logits)
+    shape = RowShape(tiles.shape[1])
+    maxima, sums = (x.reshape(x.shape[0], -1) for x in reduce_tiles(tiles, temperature, params=params.tiles))
+    numbers, is_own = shape.tiles(jnp.arange(shape.num_entries, dtype=jnp.int32))
+    maxima, sums = jnp.where(is_own[None], maxima, -jnp.inf), jnp.where(is_own[None], sums, 0.0)
+    is_nan = jnp.any(jnp.isnan(maxima) | jnp.isnan(sums), axis=1)
+    best = all_max(jnp.where(is_nan, jnp.inf, jnp.max(maxima, axis=1)), axis_name)
+    scaled, is_drawn = reference.scale(maxima, best, temperature), temperature > 0
+    noise = gumbel(row_keys(seeds, positions, Stream.TILE), (first_tile + numbers)[None])
+    scores = jnp.where((sums > 0), scaled + jnp.where(is_drawn[:, None], jnp.log(sums) + noise, 0.0), -jnp.inf)
+    tile = numbers[reference.argmax_lowest(scores)]
+    inside = jnp.take_along_axis(tiles, tile[:, None, None], axis=1)[:, 0]
+    drawn = reference.draw_inside(reference.scale(inside, best, temperature), seeds, positions, first_tile + tile)
+    greedy = (first_tile + tile) * TILE + reference.argmax_lowest(inside)
+    return best, jnp.max(scores, axis=1), jnp.where(is_drawn, drawn, greedy)
 
 
 def _as_tiles(logits: jax.Array) -> jax.Array:

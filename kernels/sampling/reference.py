@@ -89,9 +89,13 @@ def cut(
 
 def apply_temperature(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     """(logits - their maximum) / temperature: the best is 0 at any temperature. Greedy rows are only shifted."""
-    shifted = logits - jnp.max(logits, axis=1, keepdims=True)
+    return scale(logits, jnp.max(logits, axis=1), temperature)
+
+
+def scale(logits: jax.Array, best: jax.Array, temperature: jax.Array) -> jax.Array:
+    """(logits - best) / temperature, float32 [S, n], with the largest logit of each row, [S]."""
     divisor = jnp.where(temperature > 0, jnp.maximum(temperature, MIN_TEMPERATURE), 1.0)
-    return shifted / divisor[:, None]
+    return (logits - best[:, None]) / divisor[:, None]
 
 
 def keep_min_p(logits: jax.Array, min_p: jax.Array) -> jax.Array:
@@ -166,6 +170,19 @@ def draw(logits: jax.Array, seeds: jax.Array, positions: jax.Array) -> jax.Array
       seeds: uint32 [S, 2].
       positions: int32 [S]: the chosen token's.
     """
+    return draw_among(logits, seeds, positions, jnp.int32(0))[1]
+
+
+def draw_among(
+    logits: jax.Array, seeds: jax.Array, positions: jax.Array, first_tile: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`draw` among the ids of some tiles: (score of the chosen tile float32 [S], its chosen id).
+
+    Over all tiles, the one with the highest score holds the drawn id; of equal ones the first.
+
+    Args:
+      logits: float32 [S, n], of the ids from tile `first_tile` on. The maximum over all ids is 0.
+    """
     num_rows, vocab = logits.shape
     num_tiles = -(-vocab // TILE)
     padded = jnp.pad(logits, ((0, 0), (0, num_tiles * TILE - vocab)), constant_values=-jnp.inf)
@@ -173,12 +190,18 @@ def draw(logits: jax.Array, seeds: jax.Array, positions: jax.Array) -> jax.Array
     maxima = jnp.max(tiles, axis=2)
     safe = jnp.where(jnp.isfinite(maxima), maxima, 0.0)
     masses = jnp.log(jnp.sum(jnp.exp(tiles - safe[:, :, None]), axis=2)) + safe  # -inf for an empty tile
-    numbers = jnp.arange(num_tiles, dtype=jnp.int32)[None, :]
-    tile = argmax_lowest(masses + gumbel(row_keys(seeds, positions, Stream.TILE), numbers))
+    numbers = first_tile + jnp.arange(num_tiles, dtype=jnp.int32)[None, :]
+    scores = masses + gumbel(row_keys(seeds, positions, Stream.TILE), numbers)
+    tile = argmax_lowest(scores)
     inside = jnp.take_along_axis(tiles, tile[:, None, None], axis=1)[:, 0]
+    return jnp.max(scores, axis=1), draw_inside(inside, seeds, positions, first_tile + tile)
+
+
+def draw_inside(logits: jax.Array, seeds: jax.Array, positions: jax.Array, tile: jax.Array) -> jax.Array:
+    """The id drawn inside a tile, int32 [S], from the tile's logits float32 [S, TILE]."""
     ids = tile[:, None] * TILE + jnp.arange(TILE, dtype=jnp.int32)[None, :]
     noise = gumbel(row_keys(seeds, positions, Stream.SAMPLE), ids)
-    return tile * TILE + argmax_lowest(inside + noise)
+    return tile * TILE + argmax_lowest(logits + noise)
 
 
 def choose(logits: jax.Array, temperature: jax.Array, seeds: jax.Array, positions: jax.Array) -> jax.Array:

@@ -9,12 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxinfer.batch import AttentionMetadata
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.build import load_weights
 from jaxinfer.loaders import open_checkpoint
-from jaxinfer.models import build_model, parse_config, supported_architectures
+from jaxinfer.models import build_model, divide, parse_config, supported_architectures
+from jaxinfer.sharding.mesh import resolve_mesh
+from jaxinfer.sharding.parameters import abstract_parameters
 
 TINY = Path(__file__).parents[1] / "goldens" / "tiny"
 TOLERANCE = 1e-4  # float32 against float64 differs by 2e-5 at most; the least wrong setting tried, by 0.02
@@ -30,17 +34,19 @@ def supported() -> list[str]:
     return [name for name in cases if read(name)[0]["config"]["architectures"][0] in supported_architectures()]
 
 
-def forward(folder: Path, token_ids: list[int], block_size: int = 16, dtype: str = "float32") -> np.ndarray:
-    """Logits of all positions, float32 [T, V], through the paged cache."""
+def forward(
+    folder: Path, token_ids: list[int], block_size: int = 16, dtype: str = "float32", mesh: str | None = None
+) -> np.ndarray:
+    """Logits of all positions, float32 [T, V], through the paged cache; V is padded on a mesh."""
     checkpoint = open_checkpoint(str(folder))
-    config = parse_config(checkpoint.config)
-    model = build_model(config, dtype)
-    weights = load_weights(EngineConfig(), checkpoint, config, model, jax.devices()[0])
+    cut = divide(parse_config(checkpoint.config), resolve_mesh(mesh))
+    model = build_model(cut, dtype)
+    weights = load_weights(EngineConfig(), checkpoint, cut, model, jax.devices()[0])
     graph, state = nnx.split(model)
     tree = jax.tree.structure(state)
     length = len(token_ids)
     blocks = -(-length // block_size)
-    page = jnp.full((blocks + 1, config.num_kv_heads, block_size, config.head_dim), jnp.nan, jnp.dtype(dtype))
+    page = jnp.full((blocks + 1, cut.whole.num_kv_heads, block_size, cut.whole.head_dim), jnp.nan, jnp.dtype(dtype))
     positions = jnp.arange(length, dtype=jnp.int32)
     meta = AttentionMetadata(
         positions=positions,
@@ -50,10 +56,20 @@ def forward(folder: Path, token_ids: list[int], block_size: int = 16, dtype: str
         query_start_loc=jnp.array([0, length], jnp.int32),
     )
 
-    @jax.jit
-    def run(weights, caches):
+    def run(weights, caches, meta):
         bound = nnx.merge(graph, jax.tree.unflatten(tree, weights))
         hidden, _ = bound(jnp.array(token_ids, jnp.int32), meta, caches)
         return bound.logits(hidden)
 
-    return np.asarray(run(weights, [(page, page)] * config.num_layers))
+    arguments = (weights, [(page, page)] * cut.model.num_layers, meta)
+    if cut.mesh is not None:
+        names = P(None, "tensor")
+        specs = (parameter_specs(model, cut.mesh), names, P())
+        run = jax.shard_map(run, mesh=cut.mesh, in_specs=specs, out_specs=names, check_vma=False)
+    return np.asarray(jax.jit(run)(*arguments))
+
+
+def parameter_specs(model: nnx.Module, mesh: Mesh) -> list[P]:
+    """Where each parameter lies."""
+    shardings = [leaf.sharding for leaf in abstract_parameters(model, mesh)]
+    return [sharding.spec for sharding in shardings if isinstance(sharding, NamedSharding)]

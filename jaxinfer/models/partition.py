@@ -1,0 +1,95 @@
+"""How a model is cut for a mesh: what is repeated or padded so that everything divides, and one device's part.
+
+With more devices than KV heads each head lies on several, with a part of the query heads that read it:
+
+    KV heads 2, query heads 8, tensor 4        device 0    1     2     3
+                                         query heads  01    23    45    67
+                                            KV heads  0     0     1     1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.kernels.sampling.reference import TILE
+from jaxinfer.sharding.mesh import tensor_axis
+
+type Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A model on a mesh."""
+
+    model: ModelConfig  # as the checkpoint has it
+    whole: ModelConfig  # as the mesh has it: KV heads repeated, vocabulary padded
+    local: ModelConfig  # one device's part
+    mesh: Mesh | None  # None is the default device alone
+
+    @property
+    def axis_name(self) -> str | None:
+        """Over which sums go; None where nothing is divided."""
+        return tensor_axis(self.mesh)
+
+
+def divide(model: ModelConfig, mesh: Mesh | None) -> Partition:
+    """Cuts a model along the tensor axis.
+
+    Raises:
+      ValueError: query heads or feed-forward columns that the axis does not divide, with both numbers.
+    """
+    axis = tensor_axis(mesh)
+    if axis is None or mesh is None:
+        return Partition(model, model, model, mesh)
+    size = mesh.shape[axis]
+    for name in ("num_heads", "intermediate_size"):
+        if getattr(model, name) % size:
+            raise ValueError(f"the model's {name}, {getattr(model, name)}, cannot be divided among {axis}={size}")
+    whole = dataclasses.replace(
+        model,
+        num_kv_heads=math.lcm(model.num_kv_heads, size),
+        vocab_size=-(-model.vocab_size // (size * TILE)) * size * TILE,
+    )
+    local = dataclasses.replace(
+        whole,
+        num_heads=whole.num_heads // size,
+        num_kv_heads=whole.num_kv_heads // size,
+        intermediate_size=whole.intermediate_size // size,
+        vocab_size=whole.vocab_size // size,
+    )
+    return Partition(model, whole, local, mesh)
+
+
+def own_shape(path: Path, shape: tuple[int, ...], partition: Partition) -> tuple[int, ...]:
+    """The shape of a parameter as a checkpoint for one device has it, from its shape on the mesh."""
+    model = partition.model
+    match path:
+        case ("embed" | "head", "weight"):
+            return (model.vocab_size, *shape[1:])
+        case (*_, "qkv", "weight" | "bias"):
+            return (*shape[:-3], model.num_kv_heads, model.group_size + 2, shape[-1])
+        case (*_, "attention", "out", "weight"):
+            return (model.num_kv_heads, model.group_size, *shape[2:])
+    return shape
+
+
+def widen(path: Path, array: Any, partition: Partition) -> Any:
+    """A parameter as a checkpoint for one device has it -> as the mesh has it. `array` is NumPy's or jax's."""
+    xp, whole = array.__array_namespace__(), partition.whole
+    match path:
+        case ("embed" | "head", "weight"):
+            return xp.pad(array, ((0, whole.vocab_size - array.shape[0]), (0, 0)))
+        case (*_, "qkv", "weight" | "bias"):
+            heads, rows, dim = array.shape[-3:]
+            q, kv = array[..., : rows - 2, :], array[..., rows - 2 :, :]
+            q = q.reshape(*array.shape[:-3], whole.num_kv_heads, whole.group_size, dim)
+            return xp.concatenate([q, xp.repeat(kv, whole.num_kv_heads // heads, axis=-3)], axis=-2)
+        case (*_, "attention", "out", "weight"):
+            return array.reshape(whole.num_kv_heads, whole.group_size, *array.shape[2:])
+    return array

@@ -1,0 +1,252 @@
+"""The tensor axis on fake devices: tokens, logits and weights are the single device's; refusals have both numbers."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from golden_cases import TOLERANCE, forward, read, supported
+from golden_configs import llama_config, qwen3_config
+from jax.sharding import Mesh
+from tiny_models import write_model
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.build import load_weights
+from jaxinfer.loaders import open_checkpoint
+from jaxinfer.models import Partition, build_model, divide, parse_config
+from jaxinfer.sharding.describe import describe, lines
+from jaxinfer.sharding.mesh import make_mesh, resolve_mesh
+
+SETTINGS = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 16, "compile_cache": None}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+
+
+def cut_of(config: dict, mesh: str | None) -> Partition:
+    return divide(parse_config(config), resolve_mesh(mesh))
+
+
+def load(folder, mesh: str | None, **settings) -> tuple[Partition, dict[tuple, jax.Array]]:
+    checkpoint = open_checkpoint(str(folder), settings.get("load_format", "auto"))
+    cut = cut_of(checkpoint.config, mesh)
+    model = build_model(cut, "float32")
+    weights = load_weights(EngineConfig(**settings), checkpoint, cut, model, jax.devices()[0])
+    paths = [path for path, _ in nnx.to_flat_state(nnx.state(model))]
+    return cut, dict(zip(paths, weights, strict=True))
+
+
+# -- tokens --------------------------------------------------------------------------------------
+
+
+def test_greedy_tokens_are_the_single_devices(tmp_path):
+    """Four devices, two KV heads with QK-norm, so each lies on two; and a vocabulary that is padded."""
+    golden, _ = read("qwen3_gqa")
+    folder = write_model(tmp_path / "m", golden["config"], seed=golden["seed"], with_tokenizer=False)
+    with LLM(str(folder), mesh="tensor=4", enable_prefix_caching=False, **SETTINGS) as llm:
+        assert llm.generate(golden["input_ids"], GREEDY)[0].outputs[0].token_ids == golden["greedy_ids"]
+        runner = llm.engine.runner
+        assert runner.programs.num_logits == 512  # of 256, four devices and tiles of 128
+        caches = {cache.sharding.shard_shape(cache.shape)[1] for pair in runner.caches for cache in pair}
+        assert caches == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("name", supported())
+def test_every_architecture(name, size, tmp_path):
+    """Logits and greedy tokens of every golden model, with 8 query heads where the golden's cannot be divided."""
+    golden, arrays = read(name)
+    config, mesh = dict(golden["config"]), f"tensor={size}"
+    is_golden = config["num_attention_heads"] % size == 0
+    if not is_golden:
+        config |= {"num_attention_heads": 8, "num_key_value_heads": min(config["num_key_value_heads"], 2)}
+        config["head_dim"] = config.get("head_dim", 8)
+    folder = write_model(tmp_path / "m", config, seed=golden["seed"], with_tokenizer=False)
+    logits = forward(folder, golden["input_ids"], mesh=mesh)
+    vocab = config["vocab_size"]
+    assert logits.shape[1] % (size * 128) == 0
+    assert (logits[:, vocab:] == -np.inf).all()
+    np.testing.assert_allclose(logits[:, :vocab], forward(folder, golden["input_ids"]), atol=1e-5, rtol=0)
+    if is_golden:
+        np.testing.assert_allclose(logits[:, :vocab], arrays["logits"], atol=TOLERANCE, rtol=0)
+    expected = golden["greedy_ids"] if is_golden else run(folder, None, [golden["input_ids"]], [GREEDY])[0][0]
+    assert run(folder, mesh, [golden["input_ids"]], [GREEDY])[0][0] == expected
+
+
+def run(folder, mesh, prompts, params) -> list[tuple]:
+    with LLM(str(folder), mesh=mesh, **SETTINGS) as llm:
+        outputs = llm.generate(prompts, params)
+        assert llm.stats()["num_failed_steps"] == 0
+    answers = [output.outputs[0] for output in outputs]
+    return [
+        (answer.token_ids, answer.logprobs, out.prompt_logprobs) for answer, out in zip(answers, outputs, strict=True)
+    ]
+
+
+PARAMS = [
+    SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=1.3, seed=2, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=3, top_k=9, top_p=0.9, min_p=0.01, logprobs=3, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.0, presence_penalty=0.6, repetition_penalty=1.3, logit_bias={7: 2.0}, max_tokens=12),
+    SamplingParams(temperature=0.0, prompt_logprobs=2, logprobs=0, max_tokens=2, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=4, allowed_token_ids=[3, 140, 249], max_tokens=6, ignore_eos=True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_every_way_to_sample(kv_heads, tmp_path):
+    """Plain and full samplers, log-probabilities and prefix hits over 2, 4 and 8 devices; 250 ids divide into none."""
+    config = qwen3_config(num_attention_heads=8, num_key_value_heads=kv_heads, vocab_size=250)
+    folder = write_model(tmp_path / "m", config, seed=9, with_tokenizer=False)
+    prompts = [[*range(20, 40), number] for number in range(len(PARAMS))]
+    alone = run(folder, None, prompts, PARAMS)
+    for size in (2, 4, 8):
+        for one, other in zip(alone, run(folder, f"tensor={size}", prompts, PARAMS), strict=True):
+            assert one[0] == other[0]
+            compare_logprobs(one[1], other[1])
+            compare_logprobs(one[2], other[2])
+
+
+def compare_logprobs(one, other):
+    assert (one is None) == (other is None)
+    for first, second in zip(one or (), other or (), strict=True):
+        assert (first is None) == (second is None)
+        if first is not None:
+            assert list(first) == list(second)
+            for token in first:
+                assert first[token].logprob == pytest.approx(second[token].logprob, abs=1e-5)
+                assert first[token].rank == second[token].rank
+
+
+# -- where things lie ----------------------------------------------------------------------------
+
+
+CONFIGS = {
+    "repeated heads": qwen3_config(num_attention_heads=8, num_key_value_heads=2, vocab_size=250),
+    "shared repeats": llama_config(
+        num_attention_heads=12, num_key_value_heads=6, head_dim=16, tie_word_embeddings=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_loaded_parts_are_cuts_of_the_whole(name, tmp_path):
+    """Every device reads its rows only, and has what widening and cutting the single device's weights gives."""
+    from jaxinfer.models.partition import own_shape, widen
+
+    config = CONFIGS[name]
+    folder = write_model(tmp_path / "m", config, seed=1, with_tokenizer=False)
+    _, alone = load(folder, None)
+    cut, parts = load(folder, "tensor=4")
+    assert cut.whole.num_kv_heads == {2: 4, 6: 12}[config["num_key_value_heads"]]
+    for path, array in parts.items():
+        assert own_shape(path, array.shape, cut) == alone[path].shape
+        np.testing.assert_array_equal(array, widen(path, np.asarray(alone[path]), cut))
+        if len(array.shape) > 1:
+            assert all(shard.data.size * 4 == array.size for shard in array.addressable_shards), path
+
+
+def test_a_device_reads_its_own_bytes(tmp_path, monkeypatch):
+    folder = write_model(tmp_path / "m", CONFIGS["repeated heads"], seed=1, with_tokenizer=False)
+    from jaxinfer.loaders.safetensors_folder import SafetensorsFolder
+
+    read_sizes: dict[str, list[int]] = {}
+    original = SafetensorsFolder.read
+
+    def record(self, name, index):
+        part = original(self, name, index)
+        read_sizes.setdefault(name, []).append(part.size)
+        return part
+
+    monkeypatch.setattr(SafetensorsFolder, "read", record)
+    load(folder, "tensor=4")
+    checkpoint = open_checkpoint(str(folder))
+    for name, sizes in read_sizes.items():
+        whole = int(np.prod(checkpoint.shape(name)))
+        repeats = 2 if ".k_proj" in name or ".v_proj" in name else 1
+        assert sum(sizes) == whole * repeats, name
+        assert whole < 100 or max(sizes) <= 0.6 * whole, name
+
+
+@pytest.mark.slow
+def test_dummy_weights_are_the_same_on_every_mesh(tmp_path):
+    from jaxinfer.models.partition import widen
+
+    folder = write_model(tmp_path / "m", CONFIGS["repeated heads"], seed=1, with_tokenizer=False)
+    _, alone = load(folder, None, load_format="dummy", seed=3)
+    cut, parts = load(folder, "tensor=4", load_format="dummy", seed=3)
+    for path, array in parts.items():
+        np.testing.assert_array_equal(array, widen(path, np.asarray(alone[path]), cut))
+
+
+def test_a_description(capsys):
+    cut = cut_of(CONFIGS["repeated heads"], "tensor=4")
+    model = build_model(cut, "bfloat16")
+    assert cut.mesh is not None
+    described = {line.name: line for line in lines(model, cut.mesh)}
+    qkv = described["layers.*.attention.qkv.weight"]
+    assert (qkv.count, qkv.whole, qkv.part) == (2, (64, 4, 4, 32), (64, 1, 4, 32))
+    assert qkv.axes == "embed, kv_heads/tensor=4, -, head_dim"
+    assert qkv.num_bytes == 2 * 64 * 4 * 32 * 2
+    assert described["norm.weight"].part == (64,)
+    describe(model, cut.mesh)
+    total = sum(line.num_bytes for line in described.values())
+    assert (
+        capsys.readouterr().out.splitlines()[-1].startswith(f"{total / 1e6:,.2f} MB on each of 4 devices (tensor=4);")
+    )
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "message"),
+    [
+        ("tensor=3", {}, "the model's num_heads, 8, cannot be divided among tensor=3"),
+        (
+            "tensor=8",
+            {"intermediate_size": 100},
+            "the model's intermediate_size, 100, cannot be divided among tensor=8",
+        ),
+        ("tensor=16", {}, "mesh tensor=16 needs 16 devices, there are 8"),
+        ("data=2,tensor=2", {}, "mesh axis data=2 is not supported yet: only tensor may exceed 1"),
+        ("pipe=2", {}, "mesh axis pipe=2 is not supported yet: only tensor may exceed 1"),
+        ("tensro=2", {}, "unknown mesh axis 'tensro' in 'tensro=2'; did you mean tensor?"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_at_load(mesh, changes, message, tmp_path):
+    folder = write_model(tmp_path / "m", llama_config(num_attention_heads=8) | changes, with_tokenizer=False)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LLM(str(folder), mesh=mesh, **SETTINGS)
+
+
+def test_meshes_of_ones_are_no_meshes():
+    device = jax.devices()[0]
+    for setting in (None, "tensor=1", "data=1,pipe=1", make_mesh({}), Mesh(np.array([device]), ("tensor",))):
+        assert resolve_mesh(setting) is None
+    other = resolve_mesh(make_mesh({}, jax.devices()[3:]))
+    assert other is not None
+    assert divide(parse_config(llama_config()), other).axis_name is None
+
+
+def test_a_users_mesh_in_any_order():
+    devices = np.array(jax.devices()[2:4])
+    mesh = resolve_mesh(Mesh(devices.reshape(2, 1), ("tensor", "data")))
+    assert mesh is not None
+    assert dict(mesh.shape) == {"data": 1, "pipe": 1, "expert": 1, "tensor": 2}
+    assert list(mesh.devices.flat) == list(devices)
+    with pytest.raises(ValueError, match="unknown mesh axis 'model'; axes are data, pipe, expert, tensor"):
+        resolve_mesh(Mesh(devices, ("model",)))
+
+
+def test_vllms_sizes_are_axes():
+    assert EngineConfig.from_kwargs(tensor_parallel_size=2).mesh == "tensor=2"
+    assert EngineConfig.from_kwargs(tensor_parallel_size=1, pipeline_parallel_size=1).mesh is None
+    with pytest.raises(ValueError, match="are the same setting"):
+        EngineConfig.from_kwargs(tensor_parallel_size=2, mesh="tensor=2")
+    with pytest.raises(ValueError, match=r"mesh must be text such as 'tensor=2' or a jax\.sharding\.Mesh, got 2"):
+        EngineConfig(mesh=2)
