@@ -69,7 +69,9 @@ def test_every_architecture(name, size, tmp_path):
     vocab = config["vocab_size"]
     assert logits.shape[1] % (size * 128) == 0
     assert (logits[:, vocab:] == -np.inf).all()
-    np.testing.assert_allclose(logits[:, :vocab], forward(folder, golden["input_ids"]), atol=1e-5, rtol=0)
+    alone = forward(folder, golden["input_ids"])
+    spread = max(1.0, float(alone.std()))  # 4 under tied heads; float32 rounds in proportion
+    np.testing.assert_allclose(logits[:, :vocab], alone, atol=1e-5 * spread, rtol=0)
     if is_golden:
         np.testing.assert_allclose(logits[:, :vocab], arrays["logits"], atol=TOLERANCE, rtol=0)
     expected = golden["greedy_ids"] if is_golden else run(folder, None, [golden["input_ids"]], [GREEDY])[0][0]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import pytest
 from jax.experimental import topologies
+
+from jaxinfer.sharding.mesh import make_mesh
 
 H200 = """
 gpu_device_info {
@@ -29,15 +32,35 @@ TPU_ENVIRONMENT = {
 
 
 def h200() -> jax.sharding.Sharding:
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
-    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+    return jax.sharding.SingleDeviceSharding(h200_topology(1).devices[0])
+
+
+def h200_mesh(size: int) -> jax.sharding.Mesh:
+    """A tensor axis over H200s of one host."""
+    return make_mesh({"tensor": size}, h200_topology(size).devices)
+
+
+def h200_topology(size: int) -> Any:
+    return topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{size}")
 
 
 @contextmanager
 def tpu(topology_name: str) -> Iterator[jax.sharding.Sharding]:
     """One device of a topology such as "v6e:2x2"."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in TPU_ENVIRONMENT.items():
-            patch.setenv(name, value)
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name)
+    with tpu_topology(topology_name) as topology:
         yield jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+@contextmanager
+def tpu_mesh(topology_name: str) -> Iterator[jax.sharding.Mesh]:
+    """A tensor axis over all devices of a topology."""
+    with tpu_topology(topology_name) as topology:
+        yield make_mesh({"tensor": len(topology.devices)}, topology.devices)
+
+
+@contextmanager
+def tpu_topology(name: str) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in TPU_ENVIRONMENT.items():
+            patch.setenv(variable, value)
+        yield topologies.get_topology_desc(platform="tpu", topology_name=name)

@@ -10,7 +10,8 @@ import jax
 from jaxinfer.batch import BatchShape, DeviceShapes
 from jaxinfer.config import Kernels, ModelConfig, RopeConfig
 from jaxinfer.engine.programs import Programs
-from jaxinfer.models import build_model
+from jaxinfer.models import build_model, divide
+from jaxinfer.sharding.placement import on_mesh
 
 QWEN3_8B = {
     "architecture": "Qwen3ForCausalLM",
@@ -29,7 +30,7 @@ QWEN3_8B = {
 
 
 def compile_step(
-    sharding: jax.sharding.Sharding,
+    where: jax.sharding.Sharding | jax.sharding.Mesh,
     shape: BatchShape,
     kernels: Kernels,
     *,
@@ -37,22 +38,30 @@ def compile_step(
     num_blocks: int = 2000,
     cache_dtype: str = "bfloat16",
 ) -> tuple[jax.stages.Compiled, jax.ShapeDtypeStruct]:
-    """A step of a model of Qwen3-8B's sizes in bfloat16, and the shape of one of its caches."""
+    """A step of a model of Qwen3-8B's sizes in bfloat16, and the shape of one of its caches on a device."""
     config = ModelConfig(num_layers=num_layers, **QWEN3_8B)
-    model = build_model(config, "bfloat16", kernels)  # pyright: ignore[reportArgumentType]
+    cut = divide(config, where if isinstance(where, jax.sharding.Mesh) else None)
+    model = build_model(cut, "bfloat16", kernels)  # pyright: ignore[reportArgumentType]
     sizes = DeviceShapes(256, config.max_position_embeddings // shape.block_size, 4096, config.vocab_size)
     programs = Programs(
         model,
-        config,
+        cut.whole,
         sizes,
         num_blocks=num_blocks,
         block_size=shape.block_size,
         dtype="bfloat16",
         cache_dtype=cache_dtype,
+        mesh=cut.mesh,
     )
-    function, donated, arguments = programs._describe(programs.step_key(shape))
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-    return jax.jit(function, donate_argnums=donated).lower(*placed).compile(), programs.caches[0][0]
+    key = programs.step_key(shape)
+    function, donated, arguments = programs._describe(key)
+    page = programs.caches[0][0]
+    if isinstance(where, jax.sharding.Mesh):
+        function, arguments = on_mesh(function, arguments, programs._results(key, arguments), where)
+        page = jax.ShapeDtypeStruct(page.sharding.shard_shape(page.shape), page.dtype)
+    else:
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), arguments)
+    return jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*arguments).compile(), page
 
 
 def check_in_place(compiled: jax.stages.Compiled, cache: jax.ShapeDtypeStruct, *, num_layers: int = 2) -> None:
@@ -67,12 +76,16 @@ def check_in_place(compiled: jax.stages.Compiled, cache: jax.ShapeDtypeStruct, *
 
 
 def count_kernels(compiled: jax.stages.Compiled) -> collections.Counter[str]:
-    """What the entry computation launches: fusions, products, kernels by name."""
+    """What the entry computation launches: fusions, products, collectives, kernels by name."""
     text = compiled.as_text()
     entry = text[text.index("\nENTRY ") :]
     counts: collections.Counter[str] = collections.Counter()
     for line in entry[: entry.index("\n}")].splitlines():
-        found = re.search(r" (fusion|custom-call|copy|dot|convolution|sort|while|scatter|gather|reduce)\(", line)
+        found = re.search(
+            r" (fusion|custom-call|copy|dot|convolution|sort|while|scatter|gather|reduce|[a-z-]*all-[a-z-]+|"
+            r"collective-[a-z-]+)\(",
+            line,
+        )
         if found is None:
             continue
         name = re.search(r'custom_call_target="([^"]+)"', line)
@@ -81,11 +94,11 @@ def count_kernels(compiled: jax.stages.Compiled) -> collections.Counter[str]:
 
 
 def added_by_a_layer(
-    sharding: jax.sharding.Sharding, shape: BatchShape, kernels: Kernels, num_blocks: int
+    where: jax.sharding.Sharding | jax.sharding.Mesh, shape: BatchShape, kernels: Kernels, num_blocks: int
 ) -> dict[str, int]:
     """What a second layer launches."""
     two, one = (
-        count_kernels(compile_step(sharding, shape, kernels, num_layers=layers, num_blocks=num_blocks)[0])
+        count_kernels(compile_step(where, shape, kernels, num_layers=layers, num_blocks=num_blocks)[0])
         for layers in (2, 1)
     )
     return {name: two[name] - one[name] for name in sorted(two) if two[name] != one[name]}

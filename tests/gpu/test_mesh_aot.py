@@ -1,0 +1,36 @@
+"""Compile whole engine steps for two H200s: two all-reduces a layer, and caches that stay where they are."""
+
+import pytest
+from absent_devices import h200_mesh
+from step_programs import Kernels, added_by_a_layer, check_in_place, compile_step, count_kernels
+
+from jaxinfer.batch import BatchShape
+
+pytestmark = pytest.mark.aot
+KERNELS = Kernels("mosaic_gpu", "mosaic_gpu", sampling="mosaic_gpu")
+NUM_BLOCKS = 4000
+DECODE = BatchShape(num_tokens=32, num_rows=32, is_decode=True, block_size=64)
+MIXED = BatchShape(num_tokens=2048, num_rows=256, is_decode=False, block_size=64)
+
+
+@pytest.mark.parametrize("shape", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_a_divided_step_copies_no_cache(shape: BatchShape) -> None:
+    compiled, cache = compile_step(h200_mesh(2), shape, KERNELS, num_blocks=NUM_BLOCKS)
+    assert cache.shape == (NUM_BLOCKS, 4, 64, 128)
+    check_in_place(compiled, cache)
+    counts = count_kernels(compiled)
+    print(dict(counts))
+    # two layers, the embedding, the largest logit; then the candidates
+    assert counts["all-reduce"] + counts["all-reduce-start"] == 2 * 2 + 1 + 1
+    assert counts["all-gather"] + counts["all-gather-start"] == 1
+    assert counts["all-to-all"] + counts["collective-permute"] + counts["collective-permute-start"] == 0
+
+
+def test_a_layer_has_two_all_reduces() -> None:
+    """And no kernel beside those of a layer on one device."""
+    added = added_by_a_layer(h200_mesh(2), DECODE, KERNELS, NUM_BLOCKS)
+    print(added)
+    assert added.pop("all-reduce", 0) + added.pop("all-reduce-start", 0) == 2
+    added.pop("all-reduce-done", None)
+    assert set(added) <= {"mosaic_gpu_v2", "fusion", "custom-call", "__cublas$gemm", "dot"}
+    assert added["mosaic_gpu_v2"] == 2
