@@ -26,6 +26,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxinfer.kernels.lowering import ask_ptxas_once
+
+ask_ptxas_once()
+
 WARPS, LANES = 4, 32
 VECTOR_BYTES = 16
 FP8 = jnp.float8_e4m3fn

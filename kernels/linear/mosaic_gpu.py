@@ -16,6 +16,9 @@ import jax.numpy as jnp
 from jaxinfer.kernels.linear import mosaic_gpu_cluster, mosaic_gpu_shares
 from jaxinfer.kernels.linear.mosaic_gpu_common import Fusions
 from jaxinfer.kernels.linear.tuning import ATOM, Params, Product, default_params, tuned_params
+from jaxinfer.kernels.lowering import ask_ptxas_once
+
+ask_ptxas_once()
 
 
 def linear(

@@ -16,6 +16,7 @@ import pathlib
 
 import jax
 
+from jaxinfer.kernels.lowering import ask_ptxas_once
 from jaxinfer.kernels.paged_attention.mosaic_gpu_decode import check_decode_supported, decode_attention
 from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_plan import DecodeParams, DecodePlan, plan_decode
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill import (
@@ -25,6 +26,8 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill import (
     plan_prefill,
     prefill_attention,
 )
+
+ask_ptxas_once()
 
 DEFAULT_DEVICE = "NVIDIA H200"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)  # of both kernels

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.kernels.lowering import ask_ptxas_once
 from jaxinfer.kernels.sampling import reference
 from jaxinfer.kernels.sampling.mosaic_gpu_common import BLOCK, MIN_VOCAB, TILE, RowShape
 from jaxinfer.kernels.sampling.mosaic_gpu_cuts import CutsParams, pick_with_cuts
@@ -16,6 +17,8 @@ from jaxinfer.kernels.sampling.mosaic_gpu_tiles import TilesParams, reduce_tiles
 from jaxinfer.kernels.sampling.noise import Stream, gumbel, row_keys
 from jaxinfer.kernels.sampling.reference import Slots
 from jaxinfer.sharding.collectives import all_max
+
+ask_ptxas_once()
 
 MAX_VOCAB = BLOCK * TILE * TILE  # the maxima of all tiles are a block of shared memory
 
