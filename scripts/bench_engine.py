@@ -65,6 +65,8 @@ def run_batch(subject, case: str, args: argparse.Namespace) -> None:
                         for part in (result.records, ideal) if part]  # fmt: skip
         goal = GOALS[args.config][case] if what == name else "-"
         print(f"{case}: {what} {milliseconds[0]:.3f} ms, floor {milliseconds[-1]:.3f}, goal {goal}", flush=True)
+    gaps = [1e3 * gap for record in result.records for gap in record.itl]
+    print(f"{case}: ITL {median(gaps):.3f} ms (no other request's prompt in between)", flush=True)
     if args.profile is not None:
         with profile(f"{args.profile}/{case}") as trace:
             measure(subject, [draw_fixed(subject.vocab_size, size, input_len, min(output_len, 32), case)], params())
