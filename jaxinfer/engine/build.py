@@ -26,9 +26,9 @@ from jaxinfer.engine.memory import Device, MemoryAccount, estimate_temporaries, 
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.runner import Runner
 from jaxinfer.kernels import kv_update, paged_attention, sampling
-from jaxinfer.loaders import Checkpoint, OrbaxFolder, dummy_weights, fill_weights, open_checkpoint
+from jaxinfer.loaders import Checkpoint, Dummy, OrbaxFolder, dummy_weights, fill_weights, open_checkpoint
 from jaxinfer.models import DenseModel, Partition, build_model, divide, find_family, parse_config
-from jaxinfer.models.partition import own_shape, widen
+from jaxinfer.models.partition import own_place, own_shape, widen
 from jaxinfer.scheduler import resolve_max_model_len
 from jaxinfer.sharding.mesh import resolve_mesh
 from jaxinfer.sharding.parameters import abstract_parameters
@@ -225,15 +225,18 @@ def load_weights(
     shardings: list[Sharding] = [SingleDeviceSharding(device)] * len(leaves)
     if cut.mesh is not None:
         shardings = [leaf.sharding for leaf in abstract_parameters(model, cut.mesh)]
-    wide = {
-        path: partial(widen, path, partition=cut)
-        for path, leaf in leaves
-        if own_shape(path, leaf.shape, cut) != leaf.shape
-    }
-    own = [(path, jax.ShapeDtypeStruct(own_shape(path, leaf.shape, cut), leaf.dtype)) for path, leaf in leaves]
     if config.load_format == "dummy":
-        return dummy_weights(own, shardings, config.seed, wide)
+        parameters = [
+            Dummy(leaf, own_shape(path, leaf.shape, cut), partial(own_place, path, partition=cut), path[-2:])
+            for path, leaf in leaves
+        ]
+        return dummy_weights(parameters, shardings, config.seed)
     if isinstance(checkpoint, OrbaxFolder):
+        own = [(path, jax.ShapeDtypeStruct(own_shape(path, leaf.shape, cut), leaf.dtype)) for path, leaf in leaves]
+        pairs = zip(own, leaves, strict=True)
+        wide = {
+            path: partial(widen, path, partition=cut) for (path, one), (_, leaf) in pairs if one.shape != leaf.shape
+        }
         return checkpoint.restore(own, shardings, wide)
     sources = find_family([cut.model.architecture]).sources(cut)
     where = dict(zip([path for path, _ in leaves], shardings, strict=True))

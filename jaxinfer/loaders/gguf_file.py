@@ -135,12 +135,23 @@ class GGUFFile:
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        tensor = self._tensors[name]
-        values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(self.shape(name))
-        if self._architecture == "llama" and name.endswith((".q_proj.weight", ".k_proj.weight")):
-            heads = self.config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-            values = _rotate_half_order(values, heads)
-        return values[index]
+        """Only the rows of the first dimension that are asked for are dequantised."""
+        tensor, shape = self._tensors[name], self.shape(name)
+        if len(shape) == 1:
+            return gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shape)[index]
+        first, *others = index
+        if self._architecture != "llama" or not name.endswith((".q_proj.weight", ".k_proj.weight")):
+            return self._dequantize(name, first)[(slice(None), *others)]
+        head = shape[0] // self.config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+        start, stop = first.start // head, -(-first.stop // head)
+        values = _rotate_half_order(self._dequantize(name, slice(start * head, stop * head)), stop - start)
+        return values[(slice(first.start - start * head, first.stop - start * head), *others)]
+
+    def _dequantize(self, name: str, rows: slice) -> np.ndarray:
+        """Rows of a matrix; a row is whole blocks of the quantisation."""
+        tensor, shape = self._tensors[name], self.shape(name)
+        data = tensor.data.reshape(shape[0], -1)[rows]
+        return gguf.dequantize(data, tensor.tensor_type).reshape(-1, *shape[1:])
 
 
 def _rotate_half_order(values: np.ndarray, heads: int) -> np.ndarray:

@@ -14,6 +14,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxinfer.config import ModelConfig
@@ -93,3 +95,22 @@ def widen(path: Path, array: Any, partition: Partition) -> Any:
         case (*_, "attention", "out", "weight"):
             return array.reshape(whole.num_kv_heads, whole.group_size, *array.shape[2:])
     return array
+
+
+def own_place(path: Path, place: tuple[jax.Array, ...], partition: Partition) -> tuple[jax.Array, ...]:
+    """Where an element of a parameter on the mesh stands in a checkpoint for one device; beyond its end for padding.
+
+    Args:
+      place: indices into the parameter's dimensions, int32 of shapes that broadcast.
+    """
+    whole, model = partition.whole, partition.model
+    copies, behind = whole.num_kv_heads // model.num_kv_heads, model.group_size - whole.group_size
+    match path:
+        case (*_, "qkv", "weight" | "bias"):
+            *before, head, row, dim = place
+            query = head % copies * whole.group_size + row
+            return (*before, head // copies, jnp.where(row < whole.group_size, query, row + behind), dim)
+        case (*_, "attention", "out", "weight"):
+            head, query, *after = place
+            return (head // copies, head % copies * whole.group_size + query, *after)
+    return place

@@ -92,6 +92,20 @@ def test_quantised_tensors_are_what_the_package_says(tmp_path, kind):
         np.testing.assert_array_equal(checkpoint.read(name, whole), expected)
 
 
+@pytest.mark.parametrize(("kind", "architecture"), [("F32", "llama"), ("Q8_0", "llama"), ("Q4_1", "qwen3")])
+def test_a_part_is_read_as_a_part_of_the_whole(tmp_path, kind, architecture):
+    """Also rows that begin and end inside a head whose rows llama.cpp has in another order."""
+    golden, _ = read("llama31_rope")
+    wanted = gguf.GGMLQuantizationType[kind]
+    checkpoint = open_checkpoint(str(write(tmp_path / "m.gguf", architecture, golden, wanted)))
+    for name in checkpoint.tensor_names():
+        shape = checkpoint.shape(name)
+        whole = checkpoint.read(name, tuple(slice(0, size) for size in shape))
+        for first, last in ((0, 1), (5, shape[0] - 3), (shape[0] // 2, shape[0])):
+            index = (slice(first, last), *(slice(3, size - 1) for size in shape[1:]))
+            np.testing.assert_array_equal(checkpoint.read(name, index), whole[index])
+
+
 def test_other_architectures_and_missing_metadata(tmp_path):
     golden, _ = read("qwen3_gqa")
     kind = gguf.GGMLQuantizationType.F32

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -16,10 +18,14 @@ from tiny_models import write_model
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.build import load_weights
-from jaxinfer.loaders import open_checkpoint
+from jaxinfer.loaders import Dummy, open_checkpoint, save_orbax
+from jaxinfer.loaders.dummy import _maker
 from jaxinfer.models import Partition, build_model, divide, parse_config
+from jaxinfer.models.partition import own_place, own_shape, widen
 from jaxinfer.sharding.describe import describe, lines
 from jaxinfer.sharding.mesh import make_mesh, resolve_mesh
+from jaxinfer.sharding.parameters import abstract_parameters
+from jaxinfer.sharding.placement import device_bytes
 
 SETTINGS = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 16, "compile_cache": None}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -51,6 +57,9 @@ def test_greedy_tokens_are_the_single_devices(tmp_path):
         assert runner.programs.num_logits == 512  # of 256, four devices and tiles of 128
         caches = {cache.sharding.shard_shape(cache.shape)[1] for pair in runner.caches for cache in pair}
         assert caches == {1}
+        account, config = llm.engine.account, llm.config
+        assert account.weights == device_bytes(runner.weights)
+        assert account.block * config.num_blocks == device_bytes(runner.caches)
 
 
 @pytest.mark.slow
@@ -138,8 +147,6 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_loaded_parts_are_cuts_of_the_whole(name, tmp_path):
     """Every device reads its rows only, and has what widening and cutting the single device's weights gives."""
-    from jaxinfer.models.partition import own_shape, widen
-
     config = CONFIGS[name]
     folder = write_model(tmp_path / "m", config, seed=1, with_tokenizer=False)
     _, alone = load(folder, None)
@@ -174,15 +181,52 @@ def test_a_device_reads_its_own_bytes(tmp_path, monkeypatch):
         assert whole < 100 or max(sizes) <= 0.6 * whole, name
 
 
-@pytest.mark.slow
 def test_dummy_weights_are_the_same_on_every_mesh(tmp_path):
-    from jaxinfer.models.partition import widen
-
     folder = write_model(tmp_path / "m", CONFIGS["repeated heads"], seed=1, with_tokenizer=False)
     _, alone = load(folder, None, load_format="dummy", seed=3)
     cut, parts = load(folder, "tensor=4", load_format="dummy", seed=3)
     for path, array in parts.items():
         np.testing.assert_array_equal(array, widen(path, np.asarray(alone[path]), cut))
+    embedding = np.asarray(alone["embed", "weight"])
+    assert embedding.std() == pytest.approx(0.02, rel=0.02)
+    assert abs(embedding.mean()) < 1e-3
+    assert np.unique(embedding).size > 0.99 * embedding.size
+    assert not np.array_equal(embedding, alone["head", "weight"])
+
+
+def test_a_device_makes_its_own_dummy_weights_only():
+    cut = cut_of(CONFIGS["repeated heads"], "tensor=4")
+    model = build_model(cut, "float32")
+    assert cut.mesh is not None
+    for (path, _), leaf in zip(nnx.to_flat_state(nnx.state(model)), abstract_parameters(model, cut.mesh), strict=True):
+        assert leaf.sharding is not None
+        dummy = Dummy(leaf, own_shape(path, leaf.shape, cut), partial(own_place, path, partition=cut), path)
+        program = _maker(dummy, leaf.sharding).lower(jnp.zeros(3, jnp.uint32)).compile()
+        assert program.memory_analysis().temp_size_in_bytes <= 1024  # XLA divides no `jax.random`
+        if path[-1] == "gate_up":
+            break
+
+
+@pytest.mark.slow
+def test_orbax_is_restored_on_another_mesh(tmp_path):
+    """Written on one device; read on four, with repeated heads and padding, the same bits; and the other way round."""
+    folder = write_model(tmp_path / "m", CONFIGS["repeated heads"], seed=1, with_tokenizer=False)
+    _, alone = load(folder, None)
+    checkpoint = open_checkpoint(str(folder))
+    save_orbax(tmp_path / "one", checkpoint, alone, checkpoint.config)
+    for mesh in ("tensor=2", "tensor=4"):
+        cut, parts = load(tmp_path / "one", mesh)
+        for path, array in parts.items():
+            np.testing.assert_array_equal(array, widen(path, np.asarray(alone[path]), cut))
+            assert len(array.sharding.device_set) == int(mesh[-1])
+    divided = llama_config(vocab_size=512)  # nothing is repeated or padded over two
+    folder = write_model(tmp_path / "d", divided, seed=1, with_tokenizer=False)
+    (_, parts), (_, alone) = load(folder, "tensor=2"), load(folder, None)
+    save_orbax(tmp_path / "two", open_checkpoint(str(folder)), parts, divided)
+    for mesh in (None, "tensor=2", "tensor=4"):
+        cut, again = load(tmp_path / "two", mesh)
+        for path, array in again.items():
+            np.testing.assert_array_equal(array, alone[path])
 
 
 def test_a_description(capsys):
