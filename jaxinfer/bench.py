@@ -203,7 +203,7 @@ def make_report(
     objectives = getattr(args, "slo", None)
     # of arrivals the makespan is the requests' own; elsewhere a clock around everything is the honest one
     measured = figures(result.records, None if args.command == "load" else result.seconds, objectives)
-    roof = roof_here()
+    roof = roof_here(subject.num_devices)
     floor = None
     if roof is not None:
         floor = floor_figures(floor_of(subject, jobs, result.records[: len(jobs)], roof), objectives)

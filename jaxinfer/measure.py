@@ -61,6 +61,11 @@ class Subject:
         return self.llm.engine.model.vocab_size
 
     @property
+    def num_devices(self) -> int:
+        mesh = self.llm.engine.runner.programs.mesh
+        return 1 if mesh is None else mesh.size
+
+    @property
     def limits(self) -> Limits:
         config = self.llm.config
         assert config.max_num_seqs is not None
@@ -217,10 +222,15 @@ def floor_of(subject: Subject, jobs: Sequence[Job], records: Sequence[RequestRec
     return find_floor(same, subject.shape, roof, subject.limits, precision)
 
 
-def roof_here() -> Roof | None:
-    """The roof of the device at hand: known, measured where it is a CPU, or None."""
+def roof_here(num_devices: int = 1) -> Roof | None:
+    """The roof of the devices at hand, as if they were one: known, measured where it is a CPU, or None."""
     device = jax.devices()[0]
-    return _measure_roof() if device.platform == "cpu" else find_roof(device.device_kind)
+    if device.platform == "cpu":  # whose devices are one machine
+        return _measure_roof()
+    roof = find_roof(device.device_kind)
+    if roof is None:
+        return None
+    return dataclasses.replace(roof, bandwidth=roof.bandwidth * num_devices, peak=roof.peak * num_devices)
 
 
 @cache
@@ -257,7 +267,7 @@ def describe(subject: Subject) -> dict[str, Any]:
             "platform": platform.platform(),
             "runtime": " ".join(device.client.platform_version.split()),
         },
-        "device": {"platform": device.platform, "kind": device.device_kind, "count": 1},
+        "device": {"platform": device.platform, "kind": device.device_kind, "count": subject.num_devices},
         "model": {
             "name": subject.name,
             "architecture": subject.llm.engine.model.architecture,
@@ -275,6 +285,7 @@ def describe(subject: Subject) -> dict[str, Any]:
             "block_size": config.block_size,
             "num_blocks": config.num_blocks,
             "depth": config.depth,
+            "mesh": None if config.mesh is None else str(config.mesh),
             "policy": config.policy,
             "warmup": config.warmup,
             "enable_prefix_caching": config.enable_prefix_caching,

@@ -40,7 +40,7 @@ def header(report: dict[str, Any]) -> list[str]:
         f"kernels {engine['kernels']}, depth {engine['depth']}, max_num_seqs {engine['max_num_seqs']}, "
         f"budget {engine['max_num_batched_tokens']}, {engine['num_blocks']} blocks of {engine['block_size']}",
         f"jaxinfer {versions['jaxinfer']}, jax {versions['jax']}, python {versions['python']}, {versions['platform']}, "
-        f"{device['platform']} {device['kind']}",
+        f"{device['platform']} {device['kind']}" + (f" x {device['count']}" if device["count"] > 1 else ""),
     ]
 
 

@@ -229,7 +229,7 @@ def test_progress_is_told_on_a_terminal_only(capsys, monkeypatch):
 
 
 def test_an_unknown_device_has_no_floor(flags, capsys, monkeypatch):
-    monkeypatch.setattr(measure, "roof_here", lambda: None)
+    monkeypatch.setattr(measure, "roof_here", lambda num_devices: None)
     assert call("throughput", flags, *SIZES, "--json", "-") == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
@@ -246,11 +246,13 @@ def test_a_named_shape_has_random_weights_and_no_tokenizer(capsys, monkeypatch):
     )
     monkeypatch.setitem(shapes.SHAPES, "0.6b", small)
     flags = ["--config", "0.6b", "--num-blocks", "4", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"]
+    flags += ["--mesh", "tensor=2"]
     report = report_of("throughput", flags, capsys, *SIZES)
     assert report["model"]["name"] == "0.6b"
     assert report["model"]["architecture"] == "Qwen3ForCausalLM"
     assert report["model"]["num_parameters"] == small.num_parameters
     assert report["engine"]["load_format"] == "dummy"
+    assert (report["engine"]["mesh"], report["device"]["count"]) == ("tensor=2", 2)
 
 
 def test_failed_requests_are_counted_and_told(flags, capsys, monkeypatch):
@@ -291,6 +293,7 @@ MISTAKES = {
     "json": ("latency", ["--json", "/nonexistent/t"], "--json /nonexistent/t: it cannot be written"),
     "temperature": ("latency", ["--temperature", "-1"], "temperature must be a finite number >= 0"),
     "setting": ("latency", ["--depth", "0"], "depth must be an integer of at least 1"),
+    "mesh": ("latency", ["--mesh", "data=2"], "mesh axis data=2 is not supported yet"),
     "config and model": ("latency", ["--config", "8b"], "give one of them"),
     "too long": ("latency", ["--input-len", "2000"], "request 0 has 2000 + 128 tokens; max_model_len is 2032"),
     "batch": ("latency", ["--batch-size", "5"], "--batch-size 5 needs --max-num-seqs 5; it is 3"),
