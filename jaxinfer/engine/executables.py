@@ -7,6 +7,7 @@ package's source, versions, device, flags, model and sizes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -82,7 +83,12 @@ class ExecutableCache:
         return self.folder / hashlib.sha256(f"{self._digest} {name}".encode()).hexdigest()
 
     def _prune(self) -> None:
-        files = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in self.folder.iterdir())
+        files: list[tuple[float, int, Path]] = []
+        for path in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another thread's or process' file has its name by now
+                facts = path.stat()
+                files.append((facts.st_mtime, facts.st_size, path))
+        files.sort()
         excess = sum(size for _, size, _ in files) - MOST_BYTES
         for _, size, path in files:
             if excess <= 0:

@@ -7,6 +7,7 @@ Loading is tried in processes of their own: a CPU program that is loaded beside 
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -90,6 +91,15 @@ def test_the_folder_stays_within_its_size(tmp_path, fake, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 3
     assert cache.load("5", (0,), 0) == "loaded"
     assert cache.load("0", (0,), 0) is None
+
+
+def test_files_that_others_take_away_meanwhile_do_no_harm(tmp_path, fake, caplog):
+    caplog.set_level(logging.INFO, "jaxinfer")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")  # is listed, and is not there
+    cache = ExecutableCache(tmp_path, (), jax.devices()[0])
+    cache.store("add", None, 0)
+    assert cache.load("add", (0,), 0) == "loaded"
+    assert not caplog.messages
 
 
 def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path, fake):
