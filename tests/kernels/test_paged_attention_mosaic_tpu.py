@@ -12,7 +12,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxinfer.kernels.paged_attention import arg_specs, mosaic_tpu, reference
+from jaxinfer.kernels.paged_attention import arg_specs, mosaic_tpu, mosaic_tpu_kernel, reference
 from jaxinfer.kernels.paged_attention.arg_specs import Spec
 
 WINDOW = dataclasses.replace(
@@ -109,7 +109,7 @@ def test_plan_covers_every_token_once() -> None:
     )
     covered = []
     for tiles in (plan.decode, plan.prefill):
-        items = np.asarray(tiles.items).reshape(-1, mosaic_tpu.FIELDS)
+        items = np.asarray(tiles.items).reshape(-1, mosaic_tpu_kernel.FIELDS)
         assert int(tiles.count[0]) <= len(items)
         for row, token, low, high, position in items[: int(tiles.count[0])]:
             assert 0 <= low < high <= tiles.tokens
@@ -125,7 +125,7 @@ def test_plan_has_room_for_many_rows(rows: int, length: int) -> None:
     starts = np.arange(rows + 1, dtype=np.int32) * length
     kind = {"num_tokens": rows * length, "num_heads": 128, "head_dim": 128}
     plan = jax.jit(partial(mosaic_tpu.plan, **kind))(np.diff(starts), starts)
-    assert int(plan.prefill.count[0]) * mosaic_tpu.FIELDS <= plan.prefill.items.size
+    assert int(plan.prefill.count[0]) * mosaic_tpu_kernel.FIELDS <= plan.prefill.items.size
 
 
 @pytest.mark.parametrize(
