@@ -10,6 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
 NEG_INF = -1e30  # finite: -inf - -inf is NaN
 LOG2E = math.log2(math.e)
@@ -87,6 +89,38 @@ def pad_rows(x: jax.Array, *, multiple: int, minimum: int = 0) -> jax.Array:
     """`x` with zero rows added up to `minimum` and to a multiple of `multiple`: what TMA tiles ask for."""
     rows = max(-(-x.shape[0] // multiple) * multiple, minimum)
     return x if rows == x.shape[0] else jnp.pad(x, ((0, rows - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
+
+
+def copy_rows_out(smem: Any, out_ref: Any, token: jax.Array, head: jax.Array, low: jax.Array, count: jax.Array) -> None:
+    """Rows [low, low + count) of smem[rows, D] to out_ref[token + row, head], awaited as TMA copies are.
+
+    One bulk copy a row, by a thread each. A TMA copy has a fixed size, and begins at a multiple of 128 bytes of shared
+    memory, which a row of 80, 96 or 112 values need not.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2 + (plgpu.Layout.WG_SPLAT(()),) * 4)
+    def copy(_, smem, out, *scalars):
+        i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
+        token, head, low, count = (x.registers.item() for x in scalars)
+        out_type = ir.MemRefType(out.type)
+        (_, num_heads, head_dim), size = out_type.shape, mgpu_utils.bytewidth(out_type.element_type)
+        row = arith.remui(mgpu_utils.thread_idx(), mgpu_utils.c(mgpu_utils.WARPGROUP_SIZE, i32))
+        is_row = arith.cmpi(arith.CmpIPredicate.ult, arith.subi(row, low), count)
+        source = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(smem))
+        source = arith.addi(source, arith.muli(row, mgpu_utils.c(head_dim * size, i32)))
+        place = arith.addi(arith.muli(arith.addi(token, row), mgpu_utils.c(num_heads, i32)), head)
+        target = llvm.ptrtoint(i64, mgpu_utils.memref_ptr(out))
+        target = arith.addi(target, arith.muli(arith.extui(i64, place), mgpu_utils.c(head_dim * size, i64)))
+        mgpu_utils.inline_ptx(
+            f"cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], {head_dim * size};",
+            target,
+            source,
+            predicate=is_row,
+            has_side_effects=True,
+        )
+        mgpu_utils.inline_ptx("cp.async.bulk.commit_group;", has_side_effects=True)
+
+    copy(smem, out_ref, token, head, low, count)
 
 
 def signal_counter(counter_ref: Any) -> None:

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.kernels.paged_attention import mosaic_gpu_prefill_items as item_lists
 from jaxinfer.kernels.paged_attention import mosaic_gpu_prefill_products as products
-from jaxinfer.kernels.paged_attention.mosaic_gpu_common import LOG2E, NEG_INF
+from jaxinfer.kernels.paged_attention.mosaic_gpu_common import LOG2E, NEG_INF, copy_rows_out
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_memory import Layer, Memory
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_plan import CONSUMERS, ROWS
 
@@ -186,7 +186,7 @@ class Consumer:
             plgpu.barrier_wait(memory.k_ready.at[slot])
             plgpu.barrier_wait(memory.v_ready.at[last_slot])
             self._take_turn()
-            s, o = products.issue(p, o, q, memory.k.at[slot], memory.v.at[last_slot])
+            s, o = products.issue(p, o, q_operand, memory.k.at[slot], memory.v.at[last_slot])
             self._pass_turn()
             s = products.await_scores(s)
             plgpu.barrier_arrive(memory.k_free.at[slot])
@@ -195,6 +195,7 @@ class Consumer:
             plgpu.barrier_arrive(memory.v_free.at[last_slot])
             return p, m, total, o
 
+        q_operand = q
         carry = pl.run_scoped(first_step, scores)
         if params.q_buffers > 1:
             pl.when(i > 0)(lambda: self._release(i - 1))
@@ -202,6 +203,8 @@ class Consumer:
         last_slot = lax.rem(done + end - 1 - item.first_step, stages)
         if params.has_overlap:
             carry = (*carry, products.zeros(layer.head_dim))
+            if params.q_in_registers:
+                q_operand = products.load_queries(q)
             p, m, total, o = lax.fori_loop(item.first_step + 1, end, overlapped_step, carry)
             plgpu.barrier_wait(memory.v_ready.at[last_slot])
             out = products.read_output(products.issue_last(p, o, memory.v.at[last_slot]))
@@ -253,6 +256,8 @@ class Consumer:
         return p.astype(self.memory.v.dtype), m_new, total, alpha
 
     def _mask(self, distance: jax.Array, s: jax.Array) -> jax.Array:
+        if self.layer.params.has_overlap:
+            return products.mask(s, distance, window=self.layer.window, masked=NEG_INF)
         iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape, layout=plgpu.Layout.WGMMA)
         distances = distance + iota(0) - iota(1)
         seen = distances >= 0
@@ -294,18 +299,16 @@ class Consumer:
             plgpu.copy_smem_to_gmem(swizzled, self.out_ref.at[pl.ds(token, ROWS), head])
 
         @pl.when(count < ROWS)
-        def _part():  # a TMA copy has a fixed size: one copy for each bit of count
+        def _part():
             plain[...] = out
             plgpu.commit_smem()
-            size = ROWS // 2
-            while size:
-                at = low + (count // (2 * size)) * (2 * size)
+            if self.layer.params.accumulate_in_smem:
+                lax.fori_loop(low, low + count, lambda i, _: self._copy_row(plain, i, token, head), None)
+            else:
+                copy_rows_out(plain, self.out_ref, token, head, low, count)
 
-                @pl.when((count // size) % 2 == 1)
-                def _(size=size, at=at):
-                    plgpu.copy_smem_to_gmem(plain.at[pl.ds(at, size)], self.out_ref.at[pl.ds(token + at, size), head])
-
-                size //= 2
+    def _copy_row(self, tile: Any, row: jax.Array, token: jax.Array, head: jax.Array) -> None:
+        plgpu.copy_smem_to_gmem(tile.at[pl.ds(row, 1)], self.out_ref.at[pl.ds(token + row, 1), head])
 
 
 def attend_items(out_ref: Any, sinks_ref: Any, scales_ref: Any, layer: Layer, memory: Memory) -> None:

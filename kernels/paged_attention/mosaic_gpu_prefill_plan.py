@@ -35,6 +35,7 @@ class PrefillParams:
     take_turns: whether consumers alternate between products and softmax.
     overlaps: whether a consumer also does its softmax during its product with V.
     is_lazy: with overlaps, whether O is scaled only where a maximum has grown by much.
+    q_in_registers: with overlaps, whether Q is an operand in registers.
     claims_items: CTAs claim items from a counter; otherwise they are dealt back and forth.
     section_keys: keys of one KV head that stay in the L2 cache.
     producer_registers: of 504 that it and the two consumers share, each thread; 24 to 152 in steps of 16.
@@ -48,11 +49,12 @@ class PrefillParams:
     q_buffers: int = 2
     cluster: int = 1
     take_turns: bool = True
-    overlaps: bool = False
+    overlaps: bool = True
     is_lazy: bool = False
+    q_in_registers: bool = False
     claims_items: bool = True
     section_keys: int = 49152
-    producer_registers: int = 72
+    producer_registers: int = 56
     num_sms: int = 132
     accumulate_in_smem: bool = False
 

@@ -31,16 +31,33 @@ DEPTH = 16  # its K
 ACCUMULATOR = plgpu.Layout._WGMMA_ACC_32BIT
 
 
-def issue(p: jax.Array, o: jax.Array, q_smem: Any, k_smem: Any, v_smem: Any) -> tuple[jax.Array, jax.Array]:
+def load_queries(q_smem: Any) -> jax.Array:
+    """Q as operand in registers, for all steps."""
+
+    @_inline(
+        arg_types=(plgpu.RefType(swizzle_transforms(q_smem.shape[-1], q_smem.dtype)),),
+        return_type=plgpu.ShapeDtypeStruct(q_smem.shape, q_smem.dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def load(_, q):
+        swizzle = 2 * ir.MemRefType(q.type).shape[3]
+        q = fragments.FragmentedArray.load_tiled(q, swizzle, layout=fragments.WGMMA_LAYOUT)
+        return fragments.optimization_barrier(q)
+
+    return load(q_smem)
+
+
+def issue(p: jax.Array, o: jax.Array, q: Any, k_smem: Any, v_smem: Any) -> tuple[jax.Array, jax.Array]:
     """(Q K', O + P V), neither of which may be looked at before it has been awaited.
 
-    p: [ROWS, keys]. o: [ROWS, D] float32, as `zeros` made it. q_smem: [ROWS, D]. k_smem, v_smem: [keys, D].
+    p: [ROWS, keys]. o: [ROWS, D] float32, as `zeros` made it. q: [ROWS, D], in shared memory or from `load_queries`.
+    k_smem, v_smem: [keys, D].
     """
     (_, keys), (_, head_dim) = p.shape, o.shape
     tile = plgpu.RefType(swizzle_transforms(head_dim, p.dtype))
+    in_registers = isinstance(q, jax.Array)
 
     @_inline(
-        arg_types=(plgpu.Layout.WGMMA, ACCUMULATOR, tile, tile, tile),
+        arg_types=(plgpu.Layout.WGMMA, ACCUMULATOR, plgpu.Layout.WGMMA if in_registers else tile, tile, tile),
         return_type=(
             plgpu.ShapeDtypeStruct((ROWS, keys), jnp.float32, layout=ACCUMULATOR),
             plgpu.ShapeDtypeStruct((ROWS, head_dim), jnp.float32, layout=ACCUMULATOR),
@@ -55,7 +72,7 @@ def issue(p: jax.Array, o: jax.Array, q_smem: Any, k_smem: Any, v_smem: Any) -> 
         _asm("wgmma.commit_group.sync.aligned;")
         return _accumulator(scores, keys), _accumulator(output, head_dim)
 
-    return products(p, o, q_smem, k_smem, v_smem)
+    return products(p, o, q, k_smem, v_smem)
 
 
 def issue_last(p: jax.Array, o: jax.Array, v_smem: Any) -> jax.Array:
@@ -74,6 +91,43 @@ def issue_last(p: jax.Array, o: jax.Array, v_smem: Any) -> jax.Array:
         return _accumulator(output, head_dim)
 
     return product(p, o, v_smem)
+
+
+def mask(s: jax.Array, distance: jax.Array, *, window: int | None, masked: float) -> jax.Array:
+    """Scores [ROWS, keys] with `masked` where a query does not see a key.
+
+    distance: from the first key to the first query. Columns are immediates here; as an array they take 32 registers.
+    """
+
+    @_inline(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def put(_, s, distance):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        c = functools.partial(mgpu_utils.c, ty=i32)
+        thread = arith.remui(mgpu_utils.thread_idx(), c(mgpu_utils.WARPGROUP_SIZE))
+        warp, lane = arith.divui(thread, c(32)), arith.remui(thread, c(32))
+        row = arith.addi(arith.muli(warp, c(16)), arith.divui(lane, c(4)))
+        column = arith.muli(arith.remui(lane, c(4)), c(2))
+        first = arith.subi(arith.addi(distance.registers.item(), row), column)
+        distances = (first, arith.addi(first, c(8)))
+        low, s = mgpu_utils.c(masked, f32), s.copy()
+        for start in range(0, s.shape[1], 8):
+            part = s[:, start : start + 8]
+            for i, (at, pair) in enumerate(zip(distances, part.registers.flat, strict=True)):
+                values = []
+                for j in range(2):
+                    seen = arith.cmpi(arith.CmpIPredicate.sge, at, c(start + j))
+                    if window is not None:
+                        near = arith.cmpi(arith.CmpIPredicate.slt, at, c(start + j + window))
+                        seen = arith.andi(seen, near)
+                    values.append(arith.select(seen, vector.extract(pair, [], [j]), low))
+                part.registers.flat[i] = vector.from_elements(pair.type, values)
+            s[:, start : start + 8] = part
+        return s
+
+    return put(s, distance)
 
 
 def zeros(head_dim: int) -> jax.Array:
