@@ -115,7 +115,7 @@ class StepBuffers:
 
     logits: jax.Array  # float32 [S, V]
     rows: Rows
-    hidden: jax.Array  # [T, hidden]: the last layer's normalised output
+    hidden: jax.Array  # [T of the largest bucket, hidden]: the last layer's normalised output, in the first T rows
 
 
 @pytree_dataclass
@@ -218,6 +218,7 @@ class DeviceShapes(NamedTuple):
     max_len: int  # L
     vocab_size: int  # V
     buffer_size: int = 0  # integers of the largest bucket's buffer
+    max_tokens: int = 0  # of the largest bucket
 
     @property
     def num_mask_words(self) -> int:

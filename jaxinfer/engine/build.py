@@ -267,6 +267,7 @@ def _programs(
         max_len=max_model_len,
         vocab_size=cut.model.vocab_size,
         buffer_size=max(BatchLayout(shape).size for shape in ladder.shapes),
+        max_tokens=max(shape.num_tokens for shape in ladder.shapes),
     )
     return Programs(
         model,

@@ -7,7 +7,7 @@
       admit    (carry, tables, packed)                  -> (carry, tables)       slots that get a new owner
       features (features, packed)                       -> features              the same, for the full sampler
       copy     (caches, sources, targets)               -> caches                copy-on-write of blocks
-      prompt   (weights, hidden, indices, targets)      -> log-probabilities of given tokens       keyed by T
+      prompt   (weights, hidden, indices, targets)      -> log-probabilities of given tokens
 
 Donated state comes back first. Nothing else is compiled while serving.
 
@@ -22,6 +22,7 @@ the other nodes, which for all of them takes the host as long as a small step ta
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -70,6 +71,8 @@ BURST_ROWS = 64
 """Decode steps of more rows take the device longer than the host: no program runs several of them."""
 COMPILE_STACK_BYTES = 64 << 20
 """XLA's passes recurse deeply; the default stack of a thread overflows on large programs."""
+
+MOST_THREADS = max(8, min(16, os.cpu_count() or 8))
 
 type Key = tuple[Any, ...]
 
@@ -157,7 +160,7 @@ class Programs:
 
         old = threading.stack_size(COMPILE_STACK_BYTES)
         try:
-            with ThreadPoolExecutor(max_workers=max(1, min(8, len(missing)))) as pool:
+            with ThreadPoolExecutor(max_workers=max(1, min(MOST_THREADS, len(missing)))) as pool:
                 list(pool.map(work, missing))
         finally:
             threading.stack_size(old)
@@ -188,8 +191,7 @@ class Programs:
         """Bytes that programs need beside weights, pool and tables: the temporaries of the largest one compiled, and
         the buffers that steps of these shapes leave for the sampler."""
         logits = {shape.num_rows: self._logits(shape.num_rows) for shape in shapes}
-        hidden = {shape.num_tokens: self.buffers(shape).hidden for shape in shapes}
-        return device_bytes((logits, hidden)) + max(map(self.temporary_bytes, self._compiled), default=0)
+        return device_bytes((logits, self.hidden())) + max(map(self.temporary_bytes, self._compiled), default=0)
 
     # -- what each program is ---------------------------------------------------------------------
 
@@ -202,9 +204,8 @@ class Programs:
         rows = sorted({shape.num_rows for shape in shapes}, reverse=True)
         samplers = [("full", size) for size in rows]
         copies = [("copy", size) for size in self.copy_sizes]
-        prompts = [("prompt", size) for size in sorted({shape.num_tokens for shape in shapes}, reverse=True)]
         bursts = [self.burst_key(shape) for shape in shapes if self.has_burst(shape)]
-        return [*map(self.step_key, shapes), *bursts, *samplers, ("admit",), ("features",), *copies, *prompts]
+        return [*map(self.step_key, shapes), *bursts, *samplers, ("admit",), ("features",), *copies, ("prompt",)]
 
     def burst_key(self, shape: BatchShape) -> Key:
         return ("steps", self.decode_steps, *shape)
@@ -243,10 +244,9 @@ class Programs:
             case ("copy", size):
                 blocks = jax.ShapeDtypeStruct((size,), jnp.int32)
                 return copy_blocks, (0,), (self.caches, blocks, blocks)
-            case ("prompt", num_tokens):
-                hidden = jax.ShapeDtypeStruct((num_tokens, self.hidden_size), self.dtype)
+            case ("prompt",):
                 ints = jax.ShapeDtypeStruct((PROMPT_ROWS,), jnp.int32)
-                return self._prompt_logprobs, (), (self.weights, hidden, ints, ints)
+                return self._prompt_logprobs, (), (self.weights, self.hidden(), ints, ints)
         raise KeyError(key)
 
     @staticmethod
@@ -272,8 +272,12 @@ class Programs:
 
     def buffers(self, shape: BatchShape) -> StepBuffers:
         """Shapes of what a step leaves for the sampler."""
-        hidden = jax.ShapeDtypeStruct((shape.num_tokens, self.hidden_size), self.dtype)
+        hidden = self.hidden(shape.num_tokens)
         return StepBuffers(self._logits(shape.num_rows), _abstract_rows(shape.num_rows), hidden)  # pyright: ignore[reportArgumentType]
+
+    def hidden(self, least: int = 0) -> jax.ShapeDtypeStruct:
+        """Where a step leaves its hidden states: one place for all buckets."""
+        return jax.ShapeDtypeStruct((max(self.shapes.max_tokens, least), self.hidden_size), self.dtype)
 
     def _logits(self, num_rows: int) -> jax.ShapeDtypeStruct:
         return self._sharded("logits", (num_rows, self.num_logits), jnp.dtype(jnp.float32), (None, "vocab"))
@@ -295,11 +299,11 @@ class Programs:
             staged: jax.Array,
             packed: jax.Array,
         ) -> tuple[list[KVCache], jax.Array, StepBuffers, Carry, jax.Array, jax.Array]:
-            del buffers  # overwritten
             staged = _stage(staged, packed, carry)
             logits, batch, hidden, caches, tables, carry, tokens = self._run(
                 layout, weights, caches, tables, carry, staged
             )
+            hidden = jax.lax.dynamic_update_slice(buffers.hidden, hidden, (0, 0))
             return caches, tables, StepBuffers(logits, batch.rows, hidden), carry, staged, tokens
 
         return step

@@ -72,7 +72,7 @@ class Runner:
         self.tables, self.carry, self.features = self._zeros((programs.tables, programs.carry, programs.features))
         self.staged = self._zeros(programs.staged())
         self._rows: dict[int, tuple[jax.Array, Rows]] = {}
-        self._hidden: dict[int, jax.Array] = {}
+        self._hidden = self._zeros(self.programs.hidden())
 
     def _zeros(self, tree: Any) -> Any:
         return zeros(tree, self.programs.mesh)
@@ -124,7 +124,7 @@ class Runner:
         state = (self.weights, self.caches, self.tables, old, self.carry, self.staged, packed)
         self.caches, self.tables, buffers, self.carry, self.staged, tokens = step(*state)
         self._rows[shape.num_rows] = buffers.logits, buffers.rows
-        self._hidden[shape.num_tokens] = buffers.hidden
+        self._hidden = buffers.hidden
         return buffers, StepOutput(tokens, None)
 
     def _take_buffers(self, shape: BatchShape) -> StepBuffers:
@@ -132,9 +132,7 @@ class Runner:
         abstract = self.programs.buffers(shape)
         if shape.num_rows not in self._rows:
             self._rows[shape.num_rows] = self._zeros((abstract.logits, abstract.rows))
-        if shape.num_tokens not in self._hidden:
-            self._hidden[shape.num_tokens] = self._zeros(abstract.hidden)
-        return StepBuffers(*self._rows.pop(shape.num_rows), self._hidden.pop(shape.num_tokens))
+        return StepBuffers(*self._rows.pop(shape.num_rows), self._hidden)
 
     def _score_prompts(self, plan: StepPlan, hidden: jax.Array) -> list[tuple[PlanRow, int, int, LogprobOutput]]:
         """Log-probabilities of prompt tokens, where they are asked for; position i's output is about token i + 1."""
@@ -145,7 +143,7 @@ class Runner:
                 for start in range(row.start, stop, PROMPT_ROWS):
                     count = min(PROMPT_ROWS, stop - start)
                     packed = inputs.pack_prompt(row, first + start - row.start, start + 1, count, PROMPT_ROWS)
-                    score = self.programs.get(("prompt", hidden.shape[0]))
+                    score = self.programs.get(("prompt",))
                     chunks.append((row, start + 1, count, score(self.weights, hidden, *packed)))
             first += row.num_tokens
         return chunks
@@ -193,10 +191,9 @@ class Runner:
                 layout = self._layout(BatchShape(*values))
                 padding = inputs.pack(StepPlan(), layout, self.shapes.num_slots)
                 np.asarray(self._run_burst(layout.shape, np.stack([padding] * num_steps)))
-            case ("prompt", num_tokens):
-                hidden = self._zeros(jax.ShapeDtypeStruct((num_tokens, self.programs.hidden_size), self.programs.dtype))
+            case ("prompt",):
                 ints = np.zeros(PROMPT_ROWS, np.int32)
-                jax.tree.map(np.asarray, self.programs.get(key)(self.weights, hidden, ints, ints))
+                jax.tree.map(np.asarray, self.programs.get(key)(self.weights, self._hidden, ints, ints))
             case ("admit",):
                 self._admit_rows([])
             case ("features",):
