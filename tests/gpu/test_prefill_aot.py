@@ -22,12 +22,12 @@ CASES = {
     "fp8, small blocks, window, softcap": (BF16, FP8, {"block_size": 16, "window": 1000, "softcap": 30.0}),
 }
 VARIANTS = {
-    "cluster": {"cluster": 2, "producer_registers": 56},
-    "overlaps": {"overlaps": True, "q_buffers": 1},
-    "overlaps, no turns": {"overlaps": True, "q_buffers": 1, "take_turns": False},
+    "cluster": {"cluster": 2},
+    "lazy, Q in registers": {"is_lazy": True, "q_in_registers": True},
+    "cluster, without turns, Q in registers": {"cluster": 2, "take_turns": False, "q_in_registers": True},
 }
 # Bytes on the stack, by head_dim: read between items or while a tile is masked.
-COLD_SPILLS = {112: 4, 256: 28}
+COLD_SPILLS = {112: 8}
 
 
 @pytest.mark.parametrize("head_dim", mosaic_gpu.HEAD_DIMS)
