@@ -1,14 +1,15 @@
 """The consumers of the prefill kernel: two warpgroups that multiply, each 64 query rows of every item.
 
-    consumer 0   S0 = Q K0' | softmax 0        | O += P0 V0, S1 = Q K1' | softmax 1              | ...
-    consumer 1              | S0 = Q K0'       | softmax 0              | O += P0 V0, S1 = Q K1' | ...
+    consumer 0   S0 = Q K0' | softmax 0        | S1 = Q K1', O += P0 V0                          | ...
+                                                           | softmax 1 ................
+    consumer 1              | S0 = Q K0'       | softmax 0              | S1 = Q K1', O += P0 V0 | ...
 
-The barriers `turn` make one issue its products while the other does its softmax (the ping-pong of FlashAttention 3,
-arXiv 2407.08608), so the matrix units always have a product to work on. Running maxima are in units of log2.
+The softmax of a step runs during the product with V of the step before, and the barriers `turn` make one consumer issue
+its products while the other does its softmax, so the matrix units always have a product to work on: both from
+FlashAttention 3 (arXiv 2407.08608). Running maxima are in units of log2.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -18,52 +19,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.kernels.paged_attention import mosaic_gpu_prefill_items as item_lists
-from jaxinfer.kernels.paged_attention import mosaic_gpu_prefill_products as products
-from jaxinfer.kernels.paged_attention.mosaic_gpu_common import LOG2E, NEG_INF, copy_rows_out
+from jaxinfer.kernels.paged_attention.mosaic_gpu_common import LOG2E, copy_rows_out
+from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_interpreted import InterpretedProducts
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_memory import Layer, Memory
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_plan import CONSUMERS, ROWS
+from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_products import Products
 
 # Where running maxima begin: far over a masked score, whose probability is then 0 in a row that saw none but such
 # (from NEG_INF on it would be exp2 of the rounding error of 1e30), and far under any other.
 MAX_FLOOR = -1e20
 MAX_RISE = 8.0  # log2 of what probabilities may be before O is scaled again
-
-
-class _RegisterAccumulator:
-    """O in the accumulator registers of wgmma; `add` only issues the product, the others await it."""
-
-    def __init__(self, ref: Any):
-        self._ref = ref
-
-    def add(self, p: Any, v_smem: Any) -> None:
-        plgpu.wgmma(self._ref, p, v_smem)
-
-    def scale(self, factor: jax.Array) -> None:
-        self._ref[...] = _times_rows(self._ref[...], factor)
-
-    def read(self) -> jax.Array:
-        return self._ref[...]
-
-
-class _SharedAccumulator:
-    """O in shared memory: the same results from what the interpreter knows."""
-
-    def __init__(self, acc_smem: Any):
-        self._acc = acc_smem
-        self._acc[...] = jnp.zeros(acc_smem.shape, jnp.float32)
-
-    def add(self, p: Any, v_smem: Any) -> None:
-        def product(ref):
-            plgpu.wgmma(ref, p, v_smem)
-            return ref[...]
-
-        self._acc[...] = self._acc[...] + pl.run_scoped(product, plgpu.ACC(self._acc.shape, jnp.float32))
-
-    def scale(self, factor: jax.Array) -> None:
-        self._acc[...] = _times_rows(self._acc[...], factor)
-
-    def read(self) -> jax.Array:
-        return self._acc[...]
 
 
 def _times_rows(x: jax.Array, factor: jax.Array) -> jax.Array:
@@ -105,15 +70,7 @@ class Consumer:
 
     def _attend_item(self, carry: tuple) -> tuple:
         i, done, _ = carry
-        if self.layer.params.has_overlap:
-            done = self._attend(i, done, None)
-        elif self.layer.params.accumulate_in_smem:
-            done = self._attend(i, done, _SharedAccumulator(self.memory.acc.at[self.wg]))
-        else:
-            shape = (ROWS, self.layer.head_dim)
-            done = pl.run_scoped(
-                lambda ref: self._attend(i, done, _RegisterAccumulator(ref)), plgpu.ACC(shape, jnp.float32)
-            )
+        done = self._attend(i, done)
         if self.layer.params.q_buffers == 1:
             self._release(i)
         return i + 1, done, self._await_item(i + 1)
@@ -131,105 +88,63 @@ class Consumer:
         if self.layer.params.take_turns:
             plgpu.barrier_arrive(self.memory.turn.at[1 - self.wg])
 
-    def _attend(self, i: jax.Array, done: jax.Array, acc: Any) -> jax.Array:
+    def _products(self, buffer: jax.Array) -> Products | InterpretedProducts:
+        params, memory, q_smem = self.layer.params, self.memory, self.memory.qo[0].at[buffer, self.wg]
+        if params.is_interpreted:
+            return InterpretedProducts(q_smem, memory.p.at[self.wg])
+        return Products(q_smem, memory.pin.at[self.wg], params.q_in_registers, params.is_lazy)
+
+    def _attend(self, i: jax.Array, done: jax.Array) -> jax.Array:
         """The CTA's item i, after `done` K/V steps; returns the steps done after it."""
         layer, memory, params = self.layer, self.memory, self.layer.params
         stages, block_kv = params.num_stages, params.block_kv
         buffer = params.buffer(i)
         item = item_lists.Item.read(memory.record.at[buffer])
         position = item.position + item.part(self.number, layer.per_item)[1]
-        q = memory.qo[0].at[buffer, self.wg]
-        scores = plgpu.ACC((ROWS, block_kv), jnp.float32)
+        products = self._products(buffer)
 
         def first_step(s_ref):
             slot = lax.rem(done, stages)
             plgpu.barrier_wait(memory.k_ready.at[slot])
             self._take_turn()
-            plgpu.wgmma(s_ref, q, memory.k.at[slot].transpose((1, 0)))
+            plgpu.wgmma(s_ref, products.q_smem, memory.k.at[slot].transpose((1, 0)))
             self._pass_turn()
             s = s_ref[...]
             plgpu.barrier_arrive(memory.k_free.at[slot])
             m = plgpu.layout_cast(jnp.full((ROWS,), MAX_FLOOR, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-            if params.has_overlap:
-                total = plgpu.layout_cast(jnp.full((ROWS, 8), 0.0, jnp.float32), plgpu.Layout.WGMMA)
-            else:
-                total = plgpu.layout_cast(jnp.full((ROWS,), 0.0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-            p, m, total, _ = self._softmax(s, m, total, position - item.first_step * block_kv)
-            return self._hold(p, jnp.int32(0)), m, total
+            total = plgpu.layout_cast(jnp.full((ROWS, 8), 0.0, jnp.float32), plgpu.Layout.WGMMA)
+            return self._softmax(products, s, m, total, position - item.first_step * block_kv)[:3]
 
         def next_step(step, carry):
-            p, m, total = carry
-            number = step - item.first_step
-            slot, last_slot = lax.rem(done + number, stages), lax.rem(done + number - 1, stages)
-
-            def both(s_ref):
-                plgpu.barrier_wait(memory.v_ready.at[last_slot])
-                plgpu.barrier_wait(memory.k_ready.at[slot])
-                self._take_turn()
-                acc.add(self._held(p, number - 1), memory.v.at[last_slot])
-                plgpu.wgmma(s_ref, q, memory.k.at[slot].transpose((1, 0)))
-                self._pass_turn()
-                return s_ref[...]
-
-            s = pl.run_scoped(both, scores)
-            plgpu.barrier_arrive(memory.k_free.at[slot])
-            plgpu.barrier_arrive(memory.v_free.at[last_slot])
-            p, m, total, alpha = self._softmax(s, m, total, position - step * block_kv)
-            p = self._hold(p, number)
-            acc.scale(alpha)
-            return p, m, total
-
-        def overlapped_step(step, carry):
             p, m, total, o = carry
             number = step - item.first_step
             slot, last_slot = lax.rem(done + number, stages), lax.rem(done + number - 1, stages)
             plgpu.barrier_wait(memory.k_ready.at[slot])
             plgpu.barrier_wait(memory.v_ready.at[last_slot])
             self._take_turn()
-            s, o = products.issue(p, o, q_operand, memory.k.at[slot], memory.v.at[last_slot])
+            s, o = products.issue(p, o, q, memory.k.at[slot], memory.v.at[last_slot])
             self._pass_turn()
             s = products.await_scores(s)
             plgpu.barrier_arrive(memory.k_free.at[slot])
-            p, m, total, alpha = self._softmax(s, m, total, position - step * block_kv)
-            o = products.await_output(o, alpha, total, memory.pin.at[self.wg], is_rare=params.is_lazy)
+            p, m, total, alpha = self._softmax(products, s, m, total, position - step * block_kv)
+            o = products.await_output(o, alpha, total)
             plgpu.barrier_arrive(memory.v_free.at[last_slot])
             return p, m, total, o
 
-        q_operand = q
-        carry = pl.run_scoped(first_step, scores)
+        carry = pl.run_scoped(first_step, plgpu.ACC((ROWS, block_kv), jnp.float32))
         if params.q_buffers > 1:
             pl.when(i > 0)(lambda: self._release(i - 1))
-        end = item.end_step
+        q, end = products.queries(), item.end_step
+        p, m, total, o = lax.fori_loop(item.first_step + 1, end, next_step, (*carry, products.zeros()))
         last_slot = lax.rem(done + end - 1 - item.first_step, stages)
-        if params.has_overlap:
-            carry = (*carry, products.zeros(layer.head_dim))
-            if params.q_in_registers:
-                q_operand = products.load_queries(q)
-            p, m, total, o = lax.fori_loop(item.first_step + 1, end, overlapped_step, carry)
-            plgpu.barrier_wait(memory.v_ready.at[last_slot])
-            out = products.read_output(products.issue_last(p, o, memory.v.at[last_slot]))
-        else:
-            p, m, total = lax.fori_loop(item.first_step + 1, end, next_step, carry)
-            plgpu.barrier_wait(memory.v_ready.at[last_slot])
-            acc.add(self._held(p, end - 1 - item.first_step), memory.v.at[last_slot])
-            out = acc.read()
+        plgpu.barrier_wait(memory.v_ready.at[last_slot])
+        out = products.last(p, o, memory.v.at[last_slot])
         plgpu.barrier_arrive(memory.v_free.at[last_slot])
-        self._finish(out, m, total, buffer)
+        self._finish(out, m, total.sum(axis=1), buffer)
         return done + end - item.first_step
 
-    def _hold(self, p: jax.Array, number: jax.Array) -> jax.Array | None:
-        """Keep the probabilities of an item's n-th step for its product with V, in registers or in shared memory."""
-        if not self.layer.params.has_p_in_smem:
-            return p
-        self.memory.p.at[self.wg, lax.rem(number, 2)][...] = p
-        plgpu.commit_smem()
-        return None
-
-    def _held(self, p: jax.Array | None, number: jax.Array) -> Any:
-        return self.memory.p.at[self.wg, lax.rem(number, 2)] if p is None else p
-
-    def _softmax(self, s: jax.Array, m: jax.Array, total: jax.Array, distance: jax.Array) -> tuple:
-        """(probabilities, maximum, sum, factor by which earlier results shrink) of a step.
+    def _softmax(self, products: Any, s: jax.Array, m: jax.Array, total: jax.Array, distance: jax.Array) -> tuple:
+        """(probabilities, maximum, sums by column, factor by which earlier results shrink) of a step.
 
         distance: from the tile's first key to the first query. m, total: so far.
         """
@@ -243,34 +158,19 @@ class Consumer:
         has_unseen = distance < s.shape[1] - 1
         if window is not None:
             has_unseen |= distance + ROWS > window
-        s = lax.cond(has_unseen, functools.partial(self._mask, distance), lambda s: s, s)
+        s = lax.cond(has_unseen, lambda s: products.mask(s, distance, window), lambda s: s, s)
         m_new = jnp.maximum(m, s.max(axis=1) * to_log2)
         if self.layer.params.is_lazy:
             m_new = jnp.where(m_new - m > MAX_RISE, m_new, m)
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s * to_log2 - lax.broadcast_in_dim(m_new, s.shape, [0]))
-        if self.layer.params.has_overlap:
-            total = _times_rows(total, alpha) + products.column_sums(p)
-        else:
-            total = total * alpha + p.sum(axis=1)
+        total = _times_rows(total, alpha) + products.column_sums(p)
         return p.astype(self.memory.v.dtype), m_new, total, alpha
-
-    def _mask(self, distance: jax.Array, s: jax.Array) -> jax.Array:
-        if self.layer.params.has_overlap:
-            return products.mask(s, distance, window=self.layer.window, masked=NEG_INF)
-        iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape, layout=plgpu.Layout.WGMMA)
-        distances = distance + iota(0) - iota(1)
-        seen = distances >= 0
-        if self.layer.window is not None:
-            seen &= distances < self.layer.window
-        return jnp.where(seen, s, NEG_INF)
 
     def _finish(self, out: jax.Array, m: jax.Array, total: jax.Array, buffer: jax.Array) -> None:
         """Normalise and write an item's output."""
         item = item_lists.Item.read(self.memory.record.at[buffer])  # again: not worth registers through the loop
         head, offset = item.part(self.number, self.layer.per_item)
-        if self.layer.params.has_overlap:
-            total = total.sum(axis=1)
         factor = 1 / total
         if self.sinks_ref is not None:
             sink = self.sinks_ref[head]
@@ -289,7 +189,7 @@ class Consumer:
         """Write rows [low, low + count) of a tile whose first row is `token`."""
         qo = self.memory.qo
         swizzled, plain = (ref.at[buffer, self.wg] for ref in (qo[max(len(qo) - 2, 0)], qo[-1]))
-        if self.layer.params.accumulate_in_smem:
+        if self.layer.params.is_interpreted:
             swizzled = plain
 
         @pl.when(count == ROWS)
@@ -302,7 +202,7 @@ class Consumer:
         def _part():
             plain[...] = out
             plgpu.commit_smem()
-            if self.layer.params.accumulate_in_smem:
+            if self.layer.params.is_interpreted:
                 lax.fori_loop(low, low + count, lambda i, _: self._copy_row(plain, i, token, head), None)
             else:
                 copy_rows_out(plain, self.out_ref, token, head, low, count)

@@ -100,7 +100,7 @@ class ItemList:
         claim_smem[2, 1] and claimed[2], a barrier all CTAs of the cluster arrive at, hand a claim over; when number i
         is there, the other CTA has read number i - 1, whose place the next claim takes.
         """
-        if not self.params.claims:
+        if self.params.is_interpreted:
             cluster, clusters = lax.axis_index("cta"), lax.axis_size("cta")
             return i * clusters + jnp.where(lax.rem(i, 2) == 0, cluster, clusters - 1 - cluster)
         slot, last = lax.rem(i, 2), self.total + lax.axis_size("cta") - 1

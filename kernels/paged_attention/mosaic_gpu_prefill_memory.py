@@ -50,8 +50,8 @@ class Memory:
     k, v      [num_stages, block_kv, D]
     raw_k, v  fp8 tiles before they are converted
     v_ready   of the stages, and of a tile with unused slots, which the producer has to clean first
-    p         probabilities of two steps, if they do not stay in registers
-    acc       only in the interpreter
+    pin       what `Products.await_output` stores
+    p         probabilities, only in the interpreter
     """
 
     qo: Any
@@ -60,9 +60,8 @@ class Memory:
     v: Any
     raw_k: Any
     raw_v: Any
-    p: Any
     pin: Any
-    acc: Any
+    p: Any
     q_ready: Any
     k_ready: Any
     v_ready: Any
@@ -77,12 +76,7 @@ class Memory:
 def scratch(layer: Layer, q_dtype: Any, out_dtype: Any, cache_dtype: Any) -> dict[str, Any]:
     """The types of `Memory`'s fields, by name."""
     params, head_dim = layer.params, layer.head_dim
-    stages, q_buffers, block_kv, in_smem = (
-        params.num_stages,
-        params.q_buffers,
-        params.block_kv,
-        params.accumulate_in_smem,
-    )
+    stages, q_buffers, block_kv = params.num_stages, params.q_buffers, params.block_kv
     qo_shape, kv_shape = (q_buffers, CONSUMERS, ROWS, head_dim), (stages, block_kv, head_dim)
     raw = plgpu.SMEM(kv_shape[1:], cache_dtype) if layer.is_fp8 else None
     kv_ready = functools.partial(plgpu.Barrier, num_arrivals=1 if layer.is_fp8 else layer.num_copies)
@@ -92,15 +86,14 @@ def scratch(layer: Layer, q_dtype: Any, out_dtype: Any, cache_dtype: Any) -> dic
             plgpu.ClusterBarrier, collective_axes=("rank",), num_arrivals=CONSUMERS, num_barriers=stages
         )
     return {
-        "qo": _queries_and_output(qo_shape, q_dtype, out_dtype, in_smem=in_smem),
+        "qo": _queries_and_output(qo_shape, q_dtype, out_dtype, is_interpreted=params.is_interpreted),
         "record": plgpu.SMEM((q_buffers + 2, NUM_FIELDS), jnp.int32),
         "k": swizzled_smem(kv_shape, q_dtype),
         "v": swizzled_smem(kv_shape, q_dtype),
         "raw_k": raw,
         "raw_v": raw,
-        "p": swizzled_smem((CONSUMERS, 2, ROWS, block_kv), q_dtype, like=head_dim) if params.has_p_in_smem else None,
-        "pin": plgpu.SMEM((CONSUMERS, 128), jnp.float32) if params.has_overlap else None,
-        "acc": plgpu.SMEM((CONSUMERS, ROWS, head_dim), jnp.float32) if in_smem else None,
+        "pin": None if params.is_interpreted else plgpu.SMEM((CONSUMERS, 128), jnp.float32),
+        "p": swizzled_smem((CONSUMERS, ROWS, block_kv), q_dtype, like=head_dim) if params.is_interpreted else None,
         "q_ready": plgpu.Barrier(num_arrivals=CONSUMERS + 1, num_barriers=q_buffers),
         "k_ready": kv_ready(num_barriers=stages),
         "v_ready": kv_ready(num_barriers=stages + 1),
@@ -113,14 +106,14 @@ def scratch(layer: Layer, q_dtype: Any, out_dtype: Any, cache_dtype: Any) -> dic
     }
 
 
-def _queries_and_output(shape: tuple[int, ...], q_dtype: Any, out_dtype: Any, *, in_smem: bool) -> Any:
+def _queries_and_output(shape: tuple[int, ...], q_dtype: Any, out_dtype: Any, *, is_interpreted: bool) -> Any:
     """(queries, output swizzled, output plain) in one memory.
 
     The interpreter takes any two accesses to a union for a conflict, and knows no swizzling: there it is one array, or
     two of two types.
     """
     queries, output = swizzled_smem(shape, q_dtype), swizzled_smem(shape, out_dtype)
-    if in_smem:
+    if is_interpreted:
         return (queries,) if q_dtype == out_dtype else (queries, output)
     plain = plgpu.SMEM(shape, out_dtype)
     return plgpu.RefUnion(queries, plain) if q_dtype == out_dtype else plgpu.RefUnion(queries, output, plain)

@@ -33,15 +33,12 @@ class PrefillParams:
     block_kv: keys a step, a multiple of 64. num_stages: K and V tiles in flight. q_buffers: query tiles in flight.
     cluster: CTAs that work on one item and share its K and V tiles, 1 or 2.
     take_turns: whether consumers alternate between products and softmax.
-    overlaps: whether a consumer also does its softmax during its product with V.
-    is_lazy: with overlaps, whether O is scaled only where a maximum has grown by much.
-    q_in_registers: with overlaps, whether Q is an operand in registers.
-    claims_items: CTAs claim items from a counter; otherwise they are dealt back and forth.
+    is_lazy: whether O is scaled only where a maximum has grown by much.
+    q_in_registers: whether Q is an operand in registers.
     section_keys: keys of one KV head that stay in the L2 cache.
     producer_registers: of 504 that it and the two consumers share, each thread; 24 to 152 in steps of 16.
     num_sms: SMs of the device.
-    accumulate_in_smem: for the interpreter, which knows neither a wgmma operand in registers nor stores to
-      accumulators nor the counter.
+    is_interpreted: for the interpreter, which knows neither a wgmma operand in registers nor the counter of claims.
     """
 
     block_kv: int = 128
@@ -49,14 +46,12 @@ class PrefillParams:
     q_buffers: int = 2
     cluster: int = 1
     take_turns: bool = True
-    overlaps: bool = True
     is_lazy: bool = False
     q_in_registers: bool = False
-    claims_items: bool = True
     section_keys: int = 49152
     producer_registers: int = 56
     num_sms: int = 132
-    accumulate_in_smem: bool = False
+    is_interpreted: bool = False
 
     def __post_init__(self) -> None:
         if self.block_kv % 64 or self.block_kv <= 0:
@@ -69,21 +64,9 @@ class PrefillParams:
             raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
 
     @property
-    def has_overlap(self) -> bool:
-        return self.overlaps and not self.accumulate_in_smem
-
-    @property
-    def has_p_in_smem(self) -> bool:
-        return self.accumulate_in_smem
-
-    @property
-    def claims(self) -> bool:
-        return self.claims_items and not self.accumulate_in_smem
-
-    @property
     def ctas(self) -> int:
         """CTAs of an item; the interpreter cannot run clusters."""
-        return 1 if self.accumulate_in_smem else self.cluster
+        return 1 if self.is_interpreted else self.cluster
 
     def heads_per_item(self, group: int) -> int:
         """Query heads of an item: one for each consumer of a cluster, if the group divides like that."""

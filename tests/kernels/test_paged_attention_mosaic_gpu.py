@@ -46,7 +46,7 @@ def small_params(head_dim: int, *, num_sms: int) -> mosaic_gpu.Params:
     tuned = mosaic_gpu.tuned_params(head_dim)
     return mosaic_gpu.Params(
         dataclasses.replace(tuned.decode, num_sms=num_sms, ctas_per_sm=1, num_stages=2),
-        dataclasses.replace(tuned.prefill, num_sms=num_sms, block_kv=64, num_stages=2, accumulate_in_smem=True),
+        dataclasses.replace(tuned.prefill, num_sms=num_sms, block_kv=64, num_stages=2, is_interpreted=True),
     )
 
 

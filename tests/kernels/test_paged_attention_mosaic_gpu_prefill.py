@@ -121,7 +121,7 @@ def run(spec: Spec, params: PrefillParams, *, seed: int = 0) -> tuple[np.ndarray
         "k_scale": jnp.float32(0.7) if spec.has_scales else None,
         "v_scale": jnp.float32(1.9) if spec.has_scales else None,
     }
-    plan = make_plan(spec, dataclasses.replace(params, accumulate_in_smem=True))
+    plan = make_plan(spec, dataclasses.replace(params, is_interpreted=True))
     attend = jax.jit(partial(prefill_attention, **options))
     with interpreted():
         out = jax.block_until_ready(attend(*inputs[:4], plan, jnp.full_like(inputs.q, 7)))
@@ -140,7 +140,7 @@ def run(spec: Spec, params: PrefillParams, *, seed: int = 0) -> tuple[np.ndarray
         ),
         (
             Spec((70,), (200,), num_heads=3, num_kv_heads=1, block_size=16, window=60, padding_rows=1),
-            PrefillParams(num_sms=1, block_kv=64, q_buffers=1, take_turns=False, overlaps=True),
+            PrefillParams(num_sms=1, block_kv=64, q_buffers=1, take_turns=False),
         ),
         (
             Spec(
