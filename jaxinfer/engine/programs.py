@@ -134,7 +134,7 @@ class Programs:
         self.carry = jax.eval_shape(shapes.zero_carry)
         self.features = jax.eval_shape(shapes.zero_features)
         self._compiled: dict[Key, Callable[..., Any]] = {}
-        self._lock = threading.Lock()
+        self._lock, self._lowering = threading.Lock(), threading.Lock()
         self.saved: ExecutableCache | None = None  # where compiled programs are found and kept
 
     # -- access -----------------------------------------------------------------------------------
@@ -151,7 +151,9 @@ class Programs:
         return [key for key in dict.fromkeys(keys) if key not in self._compiled]
 
     def compile(self, keys: Iterable[Key], on_done: Callable[[Key], None] = lambda key: None) -> None:
-        """Compiles programs on threads: tracing holds the interpreter's lock, XLA does not."""
+        """Compiles programs on threads. Lowering is Python, so one program at a time: the first are compiled while the
+        next are lowered. Together they would take as long, and all be ready for XLA at the end.
+        """
         missing = self.missing(keys)
 
         def work(key: Key) -> None:
@@ -173,7 +175,10 @@ class Programs:
         if compiled is None:
             if self.mesh is not None:
                 function, arguments = on_mesh(function, arguments, results, self.mesh)
-            compiled = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*arguments).compile()
+            jitted = jax.jit(function, donate_argnums=donated, keep_unused=True)
+            with self._lowering:
+                lowered = jitted.lower(*arguments)
+            compiled = lowered.compile()
             if self.saved is not None:
                 self.saved.store(name, compiled, results)
         with self._lock:
