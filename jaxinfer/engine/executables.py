@@ -1,7 +1,7 @@
 """Compiled programs in a folder, found again without tracing or lowering.
 
 JAX's own compilation cache is asked with the lowered program, and lowering takes Python seconds for a step with Mosaic
-kernels (three for a mixed step), one program after the other. Here the key is what the programs are made from: the
+kernels (one for a mixed step), one program after the other. Here the key is what the programs are made from: the
 package's source, versions, device, flags, model and sizes.
 """
 
