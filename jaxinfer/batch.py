@@ -110,6 +110,14 @@ class Batch:
 
 
 @pytree_dataclass
+class Constants:
+    """What every step reads and none returns."""
+
+    weights: list[jax.Array]  # in the model's leaf order
+    channel: Any = None  # see `AttentionMetadata`
+
+
+@pytree_dataclass
 class StepBuffers:
     """What a step leaves for the sampler, in buffers that steps of these sizes write again and again. Donated."""
 
@@ -169,6 +177,7 @@ class AttentionMetadata:
     query_start_loc: jax.Array  # int32 [S + 1]
     plan: Any = None  # what the attention kernel works out once a step
     update_plan: Any = None  # what the KV write works out once a step
+    channel: Any = None  # what the all-reduce kernel sends messages through, on a mesh that uses it
 
 
 @pytree_dataclass
@@ -289,6 +298,7 @@ __all__ = [
     "BatchLayout",
     "BatchShape",
     "Carry",
+    "Constants",
     "DeviceShapes",
     "Features",
     "LogprobOutput",

@@ -114,16 +114,19 @@ class Kernels:
     kv_update: str = "reference"
     linear: str = "reference"
     sampling: str = "reference"
+    all_reduce: str = "psum"  # XLA's, which is none on one device
 
     @classmethod
     def all(cls, name: str) -> Self:
-        """One implementation for all."""
+        """One implementation for all that one device does."""
         return cls(name, name, name, name)
 
     def __str__(self) -> str:
         """Attention's, and those that differ from it."""
         others = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         first = others.pop("attention")
+        if self.all_reduce == "psum":
+            del others["all_reduce"]
         return ", ".join([first, *(f"{name} {value}" for name, value in others.items() if value != first)])
 
 

@@ -25,7 +25,7 @@ from jaxinfer.engine.executables import ExecutableCache
 from jaxinfer.engine.memory import Device, MemoryAccount, estimate_temporaries, fullest, size_pool
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.runner import Runner
-from jaxinfer.kernels import kv_update, paged_attention, sampling
+from jaxinfer.kernels import all_reduce, kv_update, paged_attention, sampling
 from jaxinfer.loaders import Checkpoint, Dummy, OrbaxFolder, dummy_weights, fill_weights, open_checkpoint
 from jaxinfer.models import DenseModel, Partition, build_model, divide, find_family, parse_config
 from jaxinfer.models.partition import own_place, own_shape, widen
@@ -76,6 +76,8 @@ def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: N
     device = devices[0]
     config = config.resolve(jax.default_backend(), model_config.max_position_embeddings)
     kernels = choose_kernels(config, cut.local, device)
+    if config.kernels != "reference" and message_rows(config, cut, device):
+        kernels = dataclasses.replace(kernels, all_reduce="mosaic_gpu")
     model = build_model(cut, config.dtype, kernels)
     if config.decode_steps is None:
         num_bytes = device_bytes(nnx.state(model)) // len(devices)
@@ -89,7 +91,7 @@ def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: N
         config = dataclasses.replace(asked, max_model_len=programs.shapes.max_len, num_blocks=account.num_blocks)
         if folder is not None and device.platform != "cpu":
             flags = os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS")
-            sizes = programs.shapes, programs.caches[0], config.dtype, config.block_size
+            sizes = programs.shapes, programs.caches[0], programs.channel, config.dtype, config.block_size
             programs.saved = ExecutableCache(folder / "programs", (flags, model_config, kernels, sizes), *devices)
         keys = programs.keys(ladder.shapes) if config.warmup == "full" else []
         if keys:
@@ -133,7 +135,7 @@ def _size(
     account = size_pool(
         config,
         cut.local,
-        weights=device_bytes(draft.weights),
+        weights=device_bytes(draft.constants),
         temporaries=temporaries,
         tables=device_bytes((draft.tables, draft.carry, draft.features)),
         device=fullest(devices),
@@ -209,6 +211,19 @@ def choose_kernels(config: EngineConfig, model_config: ModelConfig, device: Devi
     )
 
 
+def message_rows(config: EngineConfig, cut: Partition, device: Device) -> int:
+    """Tokens of a step up to which the all-reduce kernel is faster than XLA's; 0 where there is none."""
+    assert config.max_num_seqs is not None
+    if cut.mesh is None or cut.axis_name is None:
+        return 0
+    facts = {"compute_capability": str(getattr(device, "compute_capability", "")), "dtype": jnp.dtype(config.dtype)}
+    sizes = {"hidden": cut.model.hidden_size, "ranks": cut.mesh.shape[cut.axis_name]}
+    rows = 1 << (config.max_num_seqs - 1).bit_length()
+    while rows and all_reduce.choose(device.platform, **facts, rows=rows, **sizes) != "mosaic_gpu":
+        rows //= 2
+    return rows
+
+
 def load_weights(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -279,6 +294,7 @@ def _programs(
         cache_dtype=config.cache_dtype,
         decode_steps=config.decode_steps or 1,
         mesh=cut.mesh,
+        message_rows=message_rows(config, cut, jax.devices()[0]),
     )
 
 

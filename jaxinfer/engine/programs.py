@@ -1,13 +1,13 @@
 """The engine's pure functions, and their compiled forms.
 
-      step     (weights, caches, tables, buffers, carry, staged, packed)
+      step     (constants, caches, tables, buffers, carry, staged, packed)
                    -> (caches, tables, buffers, carry, staged, tokens)                        keyed by shape
-      steps    (weights, caches, tables, carry, packed) -> (caches, tables, carry, tokens)    keyed by k, decode shape
+      steps    (constants, caches, tables, carry, packed) -> (caches, tables, carry, tokens)    keyed by k, decode shape
       full     (carry, features, logits, rows)          -> (carry, features, out)             keyed by S
       admit    (carry, tables, packed)                  -> (carry, tables)       slots that get a new owner
       features (features, packed)                       -> features              the same, for the full sampler
       copy     (caches, sources, targets)               -> caches                copy-on-write of blocks
-      prompt   (weights, hidden, indices, targets)      -> log-probabilities of given tokens
+      prompt   (constants, hidden, indices, targets)      -> log-probabilities of given tokens
 
 Donated state comes back first. Nothing else is compiled while serving.
 
@@ -22,6 +22,7 @@ the other nodes, which for all of them takes the host as long as a small step ta
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -41,6 +42,7 @@ from jaxinfer.batch import (
     BatchLayout,
     BatchShape,
     Carry,
+    Constants,
     DeviceShapes,
     Features,
     LogprobOutput,
@@ -52,6 +54,7 @@ from jaxinfer.batch import (
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine.derive import derive_inputs
 from jaxinfer.engine.executables import ExecutableCache
+from jaxinfer.kernels.all_reduce.channel import abstract
 from jaxinfer.layers import KVCache
 from jaxinfer.models import DenseModel
 from jaxinfer.sampling import raw_logprobs, sample_full, sample_plain
@@ -101,6 +104,7 @@ class Programs:
       decode_steps: of `steps` programs; with 1 there are none.
       mesh: where to run: each program is then one `shard_map`, and what is here is on one device's parts. None is the
         default device.
+      message_rows: tokens of a step up to which the all-reduce kernel sums, where the model asks for that.
     """
 
     def __init__(
@@ -115,14 +119,20 @@ class Programs:
         cache_dtype: str | None = None,
         decode_steps: int = 1,
         mesh: Mesh | None = None,
+        message_rows: int = 0,
     ) -> None:
         self.decode_steps = decode_steps
         self.mesh, self.axis_name = mesh, model.axis_name
         self.sampling = model.kernels.sampling
         graph, state = nnx.split(model)
         leaves, tree = jax.tree.flatten(state)
-        self.weights = leaves if mesh is None else abstract_parameters(model, mesh)
-        self._rebuild = lambda leaves: nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        leaves = leaves if mesh is None else abstract_parameters(model, mesh)
+        self.channel = None
+        if mesh is not None and model.kernels.all_reduce == "mosaic_gpu":
+            sizes = {"rows": message_rows, "hidden": config.hidden_size, "dtype": jnp.dtype(dtype)}
+            self.channel = abstract(mesh, "tensor", **sizes)
+        self.constants = Constants(leaves, self.channel)  # pyright: ignore[reportArgumentType]
+        self._rebuild = lambda constants: nnx.merge(graph, jax.tree.unflatten(tree, constants.weights))
         self.shapes = shapes
         self.hidden_size, self.dtype = config.hidden_size, jnp.dtype(dtype)
         self.num_logits = config.vocab_size  # of a row; V, or a little more on a mesh
@@ -230,12 +240,12 @@ class Programs:
                 layout = BatchLayout(BatchShape(*shape))
                 staged = self.staged(layout.size)
                 state = (self.caches, self.tables, self.buffers(layout.shape), self.carry, staged)
-                return self._step(layout), (1, 2, 3, 4, 5), (self.weights, *state, staged)
+                return self._step(layout), (1, 2, 3, 4, 5), (self.constants, *state, staged)
             case ("steps", num_steps, *shape):
                 layout = BatchLayout(BatchShape(*shape))
                 packed = jax.ShapeDtypeStruct((num_steps, layout.size), jnp.int32)
                 state = (self.caches, self.tables, self.carry)
-                return self._steps(layout), (1, 2, 3), (self.weights, *state, packed)
+                return self._steps(layout), (1, 2, 3), (self.constants, *state, packed)
             case ("full", num_rows):
                 arguments = (self.carry, self.features, self._logits(num_rows), _abstract_rows(num_rows))
                 options = {"implementation": self.sampling, "axis_name": self.axis_name}
@@ -251,7 +261,7 @@ class Programs:
                 return copy_blocks, (0,), (self.caches, blocks, blocks)
             case ("prompt",):
                 ints = jax.ShapeDtypeStruct((PROMPT_ROWS,), jnp.int32)
-                return self._prompt_logprobs, (), (self.weights, self.hidden(), ints, ints)
+                return self._prompt_logprobs, (), (self.constants, self.hidden(), ints, ints)
         raise KeyError(key)
 
     @staticmethod
@@ -296,7 +306,7 @@ class Programs:
 
     def _step(self, layout: BatchLayout) -> Callable[..., Any]:
         def step(
-            weights: list[jax.Array],
+            constants: Constants,
             caches: list[KVCache],
             tables: jax.Array,
             buffers: StepBuffers,
@@ -306,7 +316,7 @@ class Programs:
         ) -> tuple[list[KVCache], jax.Array, StepBuffers, Carry, jax.Array, jax.Array]:
             staged = _stage(staged, packed, carry)
             logits, batch, hidden, caches, tables, carry, tokens = self._run(
-                layout, weights, caches, tables, carry, staged
+                layout, constants, caches, tables, carry, staged
             )
             hidden = jax.lax.dynamic_update_slice(buffers.hidden, hidden, (0, 0))
             return caches, tables, StepBuffers(logits, batch.rows, hidden), carry, staged, tokens
@@ -315,12 +325,12 @@ class Programs:
 
     def _steps(self, layout: BatchLayout) -> Callable[..., Any]:
         def steps(
-            weights: list[jax.Array], caches: list[KVCache], tables: jax.Array, carry: Carry, packed: jax.Array
+            constants: Constants, caches: list[KVCache], tables: jax.Array, carry: Carry, packed: jax.Array
         ) -> tuple[list[KVCache], jax.Array, Carry, jax.Array]:
             def body(number: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
                 caches, tables, carry, tokens = state
                 plan = jax.lax.optimization_barrier(jax.lax.dynamic_index_in_dim(packed, number, keepdims=False))
-                *_, caches, tables, carry, new = self._run(layout, weights, caches, tables, carry, plan)
+                *_, caches, tables, carry, new = self._run(layout, constants, caches, tables, carry, plan)
                 return caches, tables, carry, tokens.at[number].set(new)
 
             tokens = jnp.zeros((self.decode_steps, layout.shape.num_rows), jnp.int32)
@@ -331,7 +341,7 @@ class Programs:
     def _run(
         self,
         layout: BatchLayout,
-        weights: list[jax.Array],
+        constants: Constants,
         caches: list[KVCache],
         tables: jax.Array,
         carry: Carry,
@@ -341,7 +351,8 @@ class Programs:
         batch = layout.unpack(plan)
         tables = tables.at[batch.update_slots, batch.update_columns].set(batch.update_blocks, mode="drop")
         token_ids, meta = derive_inputs(batch, tables, carry, layout.shape.block_size)
-        model = self._rebuild(weights)
+        meta = dataclasses.replace(meta, channel=constants.channel)
+        model = self._rebuild(constants)
         hidden, caches = model(token_ids, meta, caches, is_decode=layout.shape.is_decode)
         logits = model.logits(hidden[jnp.maximum(batch.query_start_loc[1:] - 1, 0)])
         rows = batch.rows_to_sample(self.shapes.num_slots)
@@ -350,9 +361,9 @@ class Programs:
         return logits, batch, hidden, caches, tables, carry, output.tokens
 
     def _prompt_logprobs(
-        self, weights: list[jax.Array], hidden: jax.Array, indices: jax.Array, targets: jax.Array
+        self, constants: Constants, hidden: jax.Array, indices: jax.Array, targets: jax.Array
     ) -> LogprobOutput:
-        logits = self._rebuild(weights).logits(hidden[indices])
+        logits = self._rebuild(constants).logits(hidden[indices])
         return raw_logprobs(gather_columns(logits, self.axis_name, self.shapes.vocab_size), targets)
 
     def _admit(self, carry: Carry, tables: jax.Array, packed: jax.Array) -> tuple[Carry, jax.Array]:

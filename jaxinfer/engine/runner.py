@@ -12,6 +12,7 @@ from jaxinfer.batch import (
     BatchLayout,
     BatchShape,
     Carry,
+    Constants,
     DeviceShapes,
     Features,
     LogprobOutput,
@@ -23,6 +24,7 @@ from jaxinfer.core import PlanRow, PromptLogprobs, StepPlan, StepResult
 from jaxinfer.engine import inputs
 from jaxinfer.engine.buckets import BucketLadder
 from jaxinfer.engine.programs import ADMIT_ROWS, FEATURE_ROWS, PROMPT_ROWS, Key, Programs
+from jaxinfer.kernels.all_reduce import Channel, connect
 from jaxinfer.layers import KVCache
 from jaxinfer.sharding.placement import zeros
 
@@ -71,8 +73,16 @@ class Runner:
         self.caches = self._zeros(programs.caches)
         self.tables, self.carry, self.features = self._zeros((programs.tables, programs.carry, programs.features))
         self.staged = self._zeros(programs.staged())
+        self.constants = Constants(self.weights, self._connect())
         self._rows: dict[int, tuple[jax.Array, Rows]] = {}
         self._hidden = self._zeros(self.programs.hidden())
+
+    def _connect(self) -> Channel | None:
+        """A new channel: a step that failed may have left half a message in the old one."""
+        mesh, wanted = self.programs.mesh, self.programs.channel
+        if mesh is None or wanted is None:
+            return None
+        return connect(mesh, "tensor", rows=wanted.rows, hidden=wanted.hidden, dtype=wanted.dtype)
 
     def _zeros(self, tree: Any) -> Any:
         return zeros(tree, self.programs.mesh)
@@ -112,7 +122,7 @@ class Runner:
 
     def _run_burst(self, shape: BatchShape, packed: np.ndarray) -> jax.Array:
         run = self.programs.get(self.programs.burst_key(shape))
-        self.caches, self.tables, self.carry, tokens = run(self.weights, self.caches, self.tables, self.carry, packed)
+        self.caches, self.tables, self.carry, tokens = run(self.constants, self.caches, self.tables, self.carry, packed)
         return tokens
 
     def _run_step(self, shape: BatchShape, plan: StepPlan) -> tuple[StepBuffers, StepOutput]:
@@ -121,7 +131,7 @@ class Runner:
         inputs.pack(plan, self._layout(shape), self.shapes.num_slots, into=packed)
         step = self.programs.get(self.programs.step_key(shape))
         old = self._take_buffers(shape)
-        state = (self.weights, self.caches, self.tables, old, self.carry, self.staged, packed)
+        state = (self.constants, self.caches, self.tables, old, self.carry, self.staged, packed)
         self.caches, self.tables, buffers, self.carry, self.staged, tokens = step(*state)
         self._rows[shape.num_rows] = buffers.logits, buffers.rows
         self._hidden = buffers.hidden
@@ -144,7 +154,7 @@ class Runner:
                     count = min(PROMPT_ROWS, stop - start)
                     packed = inputs.pack_prompt(row, first + start - row.start, start + 1, count, PROMPT_ROWS)
                     score = self.programs.get(("prompt",))
-                    chunks.append((row, start + 1, count, score(self.weights, hidden, *packed)))
+                    chunks.append((row, start + 1, count, score(self.constants, hidden, *packed)))
             first += row.num_tokens
         return chunks
 
@@ -193,7 +203,7 @@ class Runner:
                 np.asarray(self._run_burst(layout.shape, np.stack([padding] * num_steps)))
             case ("prompt",):
                 ints = np.zeros(PROMPT_ROWS, np.int32)
-                jax.tree.map(np.asarray, self.programs.get(key)(self.weights, self._hidden, ints, ints))
+                jax.tree.map(np.asarray, self.programs.get(key)(self.constants, self._hidden, ints, ints))
             case ("admit",):
                 self._admit_rows([])
             case ("features",):

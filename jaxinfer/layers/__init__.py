@@ -6,6 +6,7 @@ from jaxinfer.layers.linear import AttentionOutput, QKVProjection
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rotary import attention_factor, inverse_frequencies, rotary_angles
+from jaxinfer.layers.stream import Stream, Sums
 
 __all__ = [
     "Attention",
@@ -15,6 +16,8 @@ __all__ = [
     "KVCache",
     "QKVProjection",
     "RMSNorm",
+    "Stream",
+    "Sums",
     "attention_factor",
     "compute_logits",
     "inverse_frequencies",

@@ -12,6 +12,7 @@ from jaxinfer.kernels.kv_update import rope_kv_update
 from jaxinfer.kernels.paged_attention import paged_attention
 from jaxinfer.layers.linear import AttentionOutput, QKVProjection
 from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.stream import ONE_DEVICE, Stream, Sums
 
 type KVCache = tuple[jax.Array, jax.Array]
 """A layer's K and V arrays, each [num_blocks, kv_heads, block_size, head_dim]."""
@@ -20,12 +21,10 @@ type KVCache = tuple[jax.Array, jax.Array]
 class Attention(nnx.Module):
     """Grouped-query attention, with QK-norm and QKV bias where the model has them."""
 
-    def __init__(
-        self, config: ModelConfig, *, dtype: jnp.dtype, kernels: Kernels, axis_name: str | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, kernels: Kernels, sums: Sums = ONE_DEVICE) -> None:
         sizes = (config.hidden_size, config.num_kv_heads, config.group_size, config.head_dim)
         self.qkv = QKVProjection(*sizes, dtype=dtype, has_bias=config.has_qkv_bias, implementation=kernels.linear)
-        self.out = AttentionOutput(*sizes, dtype=dtype, implementation=kernels.linear, axis_name=axis_name)
+        self.out = AttentionOutput(*sizes, dtype=dtype, implementation=kernels.linear, sums=sums)
 
         def head_norm() -> RMSNorm | None:
             if not config.has_qk_norm:
@@ -38,11 +37,20 @@ class Attention(nnx.Module):
         self.scale = config.head_dim**-0.5
 
     def __call__(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array, meta: AttentionMetadata, cache: KVCache, *, norm: RMSNorm
-    ) -> tuple[jax.Array, KVCache]:
-        """x + attention(norm(x)), [T, hidden], and the layer's updated cache."""
+        self,
+        stream: Stream,
+        cos: jax.Array,
+        sin: jax.Array,
+        meta: AttentionMetadata,
+        cache: KVCache,
+        *,
+        norm: RMSNorm,
+        next_norm: jax.Array | None = None,
+    ) -> tuple[Stream, KVCache]:
+        """Reads the norm of the stream and adds to the stream; and the layer's updated cache."""
+        x, missing = stream.normalise(norm)
         q, k_cache, v_cache = rope_kv_update(
-            self.qkv(x, norm=norm),
+            self.qkv(x, norm=missing),
             *cache,
             cos,
             sin,
@@ -66,4 +74,4 @@ class Attention(nnx.Module):
         )
         kv_heads = k_cache.shape[1]
         attended = attended.reshape(x.shape[0], kv_heads, -1, q.shape[-1])
-        return self.out(attended, residual=x), (k_cache, v_cache)
+        return self.out(attended, stream, next_norm=next_norm, channel=meta.channel), (k_cache, v_cache)

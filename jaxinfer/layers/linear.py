@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxinfer.kernels.all_reduce import Channel
 from jaxinfer.kernels.linear import choose, linear
-from jaxinfer.sharding.collectives import all_reduce
+from jaxinfer.layers.stream import ONE_DEVICE, Stream, Sums
 
 if TYPE_CHECKING:
     from jaxinfer.layers.norm import RMSNorm
@@ -41,29 +42,40 @@ def multiply(
     bias: nnx.Param | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
-    axis_name: str | None = None,
 ) -> jax.Array:
-    """residual + activation(norm(x) @ weight + bias), summed over a mesh axis first; see `kernels.linear`.
+    """residual + activation(norm(x) @ weight + bias); see `kernels.linear`.
 
     Args:
       implementation: the fastest one that may be used; products that gain nothing by it use the reference.
-      axis_name: the mesh axis that the inputs are cut over; None where one device has all of them.
     """
     value = weight[...]
-    out = linear(
+    return linear(
         x,
         value,
         norm_weight=None if norm is None else norm.weight[...],
         norm_eps=1e-6 if norm is None else norm.eps,
         bias=None if bias is None else bias[...],
         activation=activation,
-        residual=residual if axis_name is None else None,
+        residual=residual,
         implementation=choose(implementation, x, value, activation=activation),
     )
-    if axis_name is None:
-        return out
-    out = all_reduce(out, axis_name)
-    return out if residual is None else residual + out
+
+
+def multiply_into(
+    stream: Stream,
+    x: jax.Array,
+    weight: nnx.Param,
+    *,
+    implementation: str,
+    sums: Sums,
+    next_norm: jax.Array | None,
+    channel: Channel | None,
+) -> Stream:
+    """The stream and x @ weight, which is summed over the mesh axis of `sums`; see `Sums.add`."""
+    if sums.axis_name is None:
+        return Stream(multiply(x, weight, residual=stream.residual, implementation=implementation))
+    part = multiply(x, weight, implementation=implementation)
+    return sums.add(part, stream, next_norm, channel)
 
 
 class QKVProjection(nnx.Module):
@@ -91,7 +103,7 @@ class QKVProjection(nnx.Module):
 
 
 class AttentionOutput(nnx.Module):
-    """[T, kv_heads, group, head_dim] -> [T, hidden]."""
+    """[T, kv_heads, group, head_dim] -> [T, hidden], added to the residual stream."""
 
     def __init__(
         self,
@@ -102,12 +114,15 @@ class AttentionOutput(nnx.Module):
         *,
         dtype: jnp.dtype,
         implementation: str = "reference",
-        axis_name: str | None = None,
+        sums: Sums = ONE_DEVICE,
     ) -> None:
         axes = ("kv_heads", None, "head_dim", "embed")
         self.weight = param((kv_heads, group, head_dim, hidden), dtype, axes)
-        self.implementation, self.axis_name = implementation, axis_name
+        self.implementation, self.sums = implementation, sums
 
-    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
-        """`residual` is added to the result, which is summed over the mesh axis first."""
-        return multiply(x, self.weight, residual=residual, axis_name=self.axis_name, implementation=self.implementation)
+    def __call__(
+        self, x: jax.Array, stream: Stream, *, next_norm: jax.Array | None = None, channel: Channel | None = None
+    ) -> Stream:
+        """Adds to the stream; see `multiply_into`."""
+        options = {"implementation": self.implementation, "sums": self.sums}
+        return multiply_into(stream, x, self.weight, next_norm=next_norm, channel=channel, **options)

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxinfer.layers.linear import multiply, param
+from jaxinfer.kernels.all_reduce import Channel
+from jaxinfer.layers.linear import multiply, multiply_into, param
+from jaxinfer.layers.stream import ONE_DEVICE, Stream, Sums
 
 if TYPE_CHECKING:
     from jaxinfer.layers.norm import RMSNorm
@@ -24,15 +26,22 @@ class GatedMLP(nnx.Module):
         *,
         dtype: jnp.dtype,
         implementation: str = "reference",
-        axis_name: str | None = None,
+        sums: Sums = ONE_DEVICE,
     ) -> None:
         self.gate_up = param((hidden, 2, intermediate), dtype, ("embed", None, "mlp"))
         self.down = param((intermediate, hidden), dtype, ("mlp", "embed"))
-        self.implementation, self.axis_name = implementation, axis_name
+        self.implementation, self.sums = implementation, sums
 
-    def __call__(self, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None) -> jax.Array:
-        """`norm` is applied to x before, `residual` added to the result, which is summed over the mesh axis first."""
-        hidden = multiply(x, self.gate_up, norm=norm, activation="silu", implementation=self.implementation)
-        return multiply(
-            hidden, self.down, residual=residual, axis_name=self.axis_name, implementation=self.implementation
-        )
+    def __call__(
+        self,
+        stream: Stream,
+        *,
+        norm: RMSNorm,
+        next_norm: jax.Array | None = None,
+        channel: Channel | None = None,
+    ) -> Stream:
+        """Reads the norm of the stream and adds to the stream; see `multiply_into`."""
+        x, missing = stream.normalise(norm)
+        hidden = multiply(x, self.gate_up, norm=missing, activation="silu", implementation=self.implementation)
+        options = {"implementation": self.implementation, "sums": self.sums}
+        return multiply_into(stream, hidden, self.down, next_norm=next_norm, channel=channel, **options)

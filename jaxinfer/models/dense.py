@@ -19,6 +19,8 @@ from jaxinfer.layers import (
     GatedMLP,
     KVCache,
     RMSNorm,
+    Stream,
+    Sums,
     attention_factor,
     compute_logits,
     inverse_frequencies,
@@ -29,20 +31,29 @@ from jaxinfer.layers import (
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, kernels: Kernels, axis_name: str | None) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, kernels: Kernels, sums: Sums) -> None:
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.attention = Attention(config, dtype=dtype, kernels=kernels, axis_name=axis_name)
+        self.attention = Attention(config, dtype=dtype, kernels=kernels, sums=sums)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         sizes = (config.hidden_size, config.intermediate_size)
-        self.mlp = GatedMLP(*sizes, dtype=dtype, implementation=kernels.linear, axis_name=axis_name)
+        self.mlp = GatedMLP(*sizes, dtype=dtype, implementation=kernels.linear, sums=sums)
+        self.has_norm_in_sums = sums.has_norm
 
     def __call__(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array, meta: AttentionMetadata, cache: KVCache
-    ) -> tuple[jax.Array, KVCache]:
+        self,
+        stream: Stream,
+        cos: jax.Array,
+        sin: jax.Array,
+        meta: AttentionMetadata,
+        cache: KVCache,
+        next_norm: jax.Array | None,
+    ) -> tuple[Stream, KVCache]:
+        """`next_norm`: the weight of the norm that follows this layer, where the layer's last sum may do it."""
+        middle = self.mlp_norm.weight[...] if self.has_norm_in_sums else None
         with jax.named_scope("attention"):
-            x, cache = self.attention(x, cos, sin, meta, cache, norm=self.input_norm)
+            stream, cache = self.attention(stream, cos, sin, meta, cache, norm=self.input_norm, next_norm=middle)
         with jax.named_scope("mlp"):
-            return self.mlp(x, norm=self.mlp_norm, residual=x), cache
+            return self.mlp(stream, norm=self.mlp_norm, next_norm=next_norm, channel=meta.channel), cache
 
 
 class DenseModel(nnx.Module):
@@ -73,8 +84,9 @@ class DenseModel(nnx.Module):
             return Embedding(*sizes, dtype=dtype, vocab_size=vocab_size, axis_name=axis_name)
 
         def layer() -> DecoderLayer:
-            return DecoderLayer(config, dtype=dtype, kernels=kernels, axis_name=axis_name)
+            return DecoderLayer(config, dtype=dtype, kernels=kernels, sums=self.sums)
 
+        self.sums = Sums(axis_name, kernels.all_reduce, config.rms_norm_eps)
         self.embed = table()
         self.layers = nnx.List([layer() for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
@@ -92,16 +104,18 @@ class DenseModel(nnx.Module):
         `is_decode` promises that no row has more than one token.
         """
         meta = self._with_plans(meta, caches[0][0], is_decode=is_decode)
-        x = self.embed(token_ids)
+        stream = Stream(self.embed(token_ids))
         frequencies = jnp.asarray(self.frequencies, jnp.float32)
         cos, sin = rotary_angles(meta.positions, frequencies, self.rotary_factor)
         updated = []
-        for layer, cache in zip(self.layers, caches, strict=True):
+        following = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for layer, cache, norm in zip(self.layers, caches, following, strict=True):
             graph, state = nnx.split(layer)
             leaves, tree = jax.tree.flatten(state)
-            x, cache = _run_layer((graph, tree), leaves, x, cos, sin, meta, cache)
+            next_norm = norm.weight[...] if self.sums.has_norm else None
+            stream, cache = _run_layer((graph, tree), leaves, stream, cos, sin, meta, cache, next_norm)
             updated.append(cache)
-        return self.norm(x), updated
+        return self.norm(stream.residual) if stream.normed is None else stream.normed, updated
 
     def _with_plans(self, meta: AttentionMetadata, cache: jax.Array, *, is_decode: bool) -> AttentionMetadata:
         """What the kernels of all layers share."""
@@ -130,13 +144,14 @@ class DenseModel(nnx.Module):
 def _run_layer(
     static: tuple[Any, Any],
     leaves: list[jax.Array],
-    x: jax.Array,
+    stream: Stream,
     cos: jax.Array,
     sin: jax.Array,
     meta: AttentionMetadata,
     cache: KVCache,
-) -> tuple[jax.Array, KVCache]:
+    next_norm: jax.Array | None,
+) -> tuple[Stream, KVCache]:
     """One layer. An inner jit with the parameters as arguments: equal layers are traced and lowered once."""
     graph, tree = static
     layer = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-    return layer(x, cos, sin, meta, cache)
+    return layer(stream, cos, sin, meta, cache, next_norm)

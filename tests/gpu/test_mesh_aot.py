@@ -1,5 +1,7 @@
 """Compile whole engine steps for two H200s: two all-reduces a layer, and caches that stay where they are."""
 
+import dataclasses
+
 import pytest
 from absent_devices import h200_mesh
 from step_programs import Kernels, added_by_a_layer, check_in_place, compile_step, count_kernels
@@ -24,6 +26,28 @@ def test_a_divided_step_copies_no_cache(shape: BatchShape) -> None:
     assert counts["all-reduce"] + counts["all-reduce-start"] == 2 * 2 + 1 + 1
     assert counts["all-gather"] + counts["all-gather-start"] == 1
     assert counts["all-to-all"] + counts["collective-permute"] + counts["collective-permute-start"] == 0
+
+
+def test_with_our_all_reduce_one_of_xlas_is_left_a_step() -> None:
+    """The embedding's, and the sampler's two. A layer has four of our kernels: write, attend, and two sums."""
+    kernels = dataclasses.replace(KERNELS, all_reduce="mosaic_gpu")
+    mesh = h200_mesh(2)
+    compiled, cache = compile_step(mesh, DECODE, kernels, num_blocks=NUM_BLOCKS)
+    check_in_place(compiled, cache)
+    counts = count_kernels(compiled)
+    print(dict(counts))
+    assert counts["all-reduce"] + counts["all-reduce-start"] == 1 + 1
+    assert counts["mosaic_gpu_v2"] == 2 * 4 + 1
+    added = added_by_a_layer(mesh, DECODE, kernels, NUM_BLOCKS)
+    print(added)
+    assert added["mosaic_gpu_v2"] == 4
+    assert added["fusion"] <= 8  # 10 where sums, residuals and norms are apart
+
+
+def test_a_long_step_leaves_its_sums_to_xla() -> None:
+    kernels = dataclasses.replace(KERNELS, all_reduce="mosaic_gpu")
+    counts = count_kernels(compile_step(h200_mesh(2), MIXED, kernels, num_blocks=NUM_BLOCKS)[0])
+    assert counts["all-reduce"] + counts["all-reduce-start"] == 2 * 2 + 1 + 1
 
 
 def test_a_layer_has_two_all_reduces() -> None:

@@ -16,8 +16,10 @@ from jax.sharding import Mesh
 from tiny_models import write_model
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import EngineConfig, Kernels
 from jaxinfer.engine.build import load_weights
+from jaxinfer.kernels.all_reduce import all_reduce_norm
+from jaxinfer.layers import stream
 from jaxinfer.loaders import Dummy, open_checkpoint, save_orbax
 from jaxinfer.loaders.dummy import _maker
 from jaxinfer.models import Partition, build_model, divide, parse_config
@@ -60,6 +62,24 @@ def test_greedy_tokens_are_the_single_devices(tmp_path):
         account, config = llm.engine.account, llm.config
         assert account.weights == device_bytes(runner.weights)
         assert account.block * config.num_blocks == device_bytes(runner.caches)
+
+
+def test_sums_with_the_norm_in_them(tmp_path, monkeypatch):
+    """The residual and the next norm done along with each sum, as the all-reduce kernel does: the same logits."""
+    golden, arrays = read("qwen3_tied")
+    folder = write_model(tmp_path / "m", golden["config"], seed=golden["seed"], with_tokenizer=False)
+    shapes = []
+
+    def record(part, *arguments, **options):
+        shapes.append(part.shape)
+        return all_reduce_norm(part, *arguments, **options)
+
+    monkeypatch.setattr(stream, "all_reduce_norm", record)
+    logits = forward(folder, golden["input_ids"], mesh="tensor=2", kernels=Kernels(all_reduce="reference"))
+    np.testing.assert_allclose(logits[:, :256], arrays["logits"], atol=TOLERANCE, rtol=0)
+    assert (
+        shapes == [(40, 64)] * 4
+    )  # of three layers, the first alone does its own first norm; the others are one trace
 
 
 @pytest.mark.slow

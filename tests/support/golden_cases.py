@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxinfer.batch import AttentionMetadata
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import EngineConfig, Kernels
 from jaxinfer.engine.build import load_weights
 from jaxinfer.loaders import open_checkpoint
 from jaxinfer.models import build_model, divide, parse_config, supported_architectures
@@ -35,12 +35,17 @@ def supported() -> list[str]:
 
 
 def forward(
-    folder: Path, token_ids: list[int], block_size: int = 16, dtype: str = "float32", mesh: str | None = None
+    folder: Path,
+    token_ids: list[int],
+    block_size: int = 16,
+    dtype: str = "float32",
+    mesh: str | None = None,
+    kernels: Kernels | str = "reference",
 ) -> np.ndarray:
     """Logits of all positions, float32 [T, V], through the paged cache; V is padded on a mesh."""
     checkpoint = open_checkpoint(str(folder))
     cut = divide(parse_config(checkpoint.config), resolve_mesh(mesh))
-    model = build_model(cut, dtype)
+    model = build_model(cut, dtype, kernels)
     weights = load_weights(EngineConfig(), checkpoint, cut, model, jax.devices()[0])
     graph, state = nnx.split(model)
     tree = jax.tree.structure(state)

@@ -52,6 +52,7 @@ def compile_step(
         dtype="bfloat16",
         cache_dtype=cache_dtype,
         mesh=cut.mesh,
+        message_rows=256,
     )
     key = programs.step_key(shape)
     function, donated, arguments = programs._describe(key)
