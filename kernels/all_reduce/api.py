@@ -46,9 +46,12 @@ def all_reduce(
     ranks, and the total is rounded once.
 
     Calls on one channel must come in the same order on all ranks. Calls that depend on each other by data, as those
-    of a transformer's layers do, have one; others need `lax.optimization_barrier` between them. A program with calls
-    to "mosaic_gpu" must also hold a collective of XLA's, such as the `psum` after the embedding: only then do the
-    devices wait for each other until all have loaded the program, and loading blocks while a kernel elsewhere waits.
+    of a transformer's layers do, have one; others need `lax.optimization_barrier` between them. Programs that use one
+    channel are dispatched by one thread at a time.
+
+    A program with calls to "mosaic_gpu" must also hold a collective of XLA's, such as the `psum` after the embedding:
+    only then do the devices wait for each other until all have loaded the program, and loading can block while a
+    kernel elsewhere waits.
 
     Args:
       x: [T, hidden].

@@ -37,8 +37,9 @@ of a launch must be resident at once (at most `MAX_ROWS`). A waiting kernel occu
 loaded on all devices before any runs, since loading can block while a kernel elsewhere waits: XLA sees to it for
 programs that hold one of its own collectives.
 
-**After an abort.** Programs run on all ranks or on none. If a device fails in between, slots may hold half a message
-and counters may differ: make a new channel.
+**After an abort.** Programs run on all ranks or on none. Where one never comes, the others trap after about a minute
+(`MAX_POLLS`), which ends the use of the device by this process. After a program that failed on some ranks only, slots
+may hold half a message and counters may differ: make a new channel.
 
 The bound is latency: one load, one NVLink crossing, one poll, and a launch. A message of 64 x 4096 in bf16 is 512 KiB
 a direction, about 1.3 us of NVLink's 450 GB/s.

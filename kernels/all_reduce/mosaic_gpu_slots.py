@@ -20,6 +20,8 @@ THREADS = NUM_COUNTERS
 WORD = 4  # bytes
 POLLED_WORDS = 64
 """Words a thread keeps in registers while it waits for several ranks at once."""
+MAX_POLLS = 1 << 27
+"""After which a rank gives up, about a minute: one that never comes ends the process with an error, not in a hang."""
 
 
 class Slots:
@@ -109,26 +111,30 @@ def _never_empty(word: ir.Value, element: ir.Type) -> ir.Value:
 
 
 def _poll(base: ir.Value, places: Sequence[tuple[int, ir.Value]], width: int) -> list[list[ir.Value]]:
-    """Loads all words again and again until none is EMPTY.
+    """Loads all words again and again until none is EMPTY, and traps after `MAX_POLLS`.
 
     Args:
       places: the offset of `width` words, and whether another rank writes there; 0 is returned where none does.
     """
-    loop = scf.WhileOp([_type32()] * (width * len(places)), [])
-    with ir.InsertionPoint(loop.before.blocks.append()):
+    types = [_type32()] * (1 + width * len(places))
+    loop = scf.WhileOp(types, [_i32(0)])
+    before = loop.before.blocks.append(_type32())
+    with ir.InsertionPoint(before):
         words = [word for offset, other in places for word in _load(base, width, offset=offset, predicate=other)]
         is_empty = [arith.cmpi(arith.CmpIPredicate.eq, word, _i32(int(EMPTY))) for word in words]
         while len(is_empty) > 1:
-            is_empty = [
-                *(arith.ori(a, b) for a, b in zip(is_empty[::2], is_empty[1::2], strict=False)),
-                *is_empty[len(is_empty) & ~1 :],
-            ]
-        scf.condition(is_empty[0], words)
-    after = loop.after.blocks.append(*[_type32()] * (width * len(places)))
+            pairs = zip(is_empty[::2], is_empty[1::2], strict=False)
+            is_empty = [*(arith.ori(a, b) for a, b in pairs), *is_empty[len(is_empty) & ~1 :]]
+        (polls,) = before.arguments
+        in_time = arith.cmpi(arith.CmpIPredicate.ult, polls, _i32(MAX_POLLS))
+        scf.condition(arith.andi(is_empty[0], in_time), [polls, *words])
+    after = loop.after.blocks.append(*types)
     with ir.InsertionPoint(after):
-        scf.yield_([])
-    results = list(loop.results)
-    return [results[i : i + width] for i in range(0, len(results), width)]
+        scf.yield_([arith.addi(after.arguments[0], _i32(1))])
+    polls, *words = loop.results
+    is_late = arith.cmpi(arith.CmpIPredicate.uge, polls, _i32(MAX_POLLS))
+    mgpu_utils.inline_ptx("trap;", predicate=is_late, has_side_effects=True)
+    return [words[i : i + width] for i in range(0, len(words), width)]
 
 
 def _load(address: ir.Value, width: int, *, offset: int = 0, predicate: ir.Value | None = None) -> list[ir.Value]:
