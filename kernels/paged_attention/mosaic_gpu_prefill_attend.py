@@ -92,7 +92,7 @@ class Consumer:
         params, memory, q_smem = self.layer.params, self.memory, self.memory.qo[0].at[buffer, self.wg]
         if params.is_interpreted:
             return InterpretedProducts(q_smem, memory.p.at[self.wg])
-        return Products(q_smem, memory.pin.at[self.wg], params.q_in_registers, params.is_lazy)
+        return Products(q_smem, memory.pin.at[self.wg], params.q_in_registers)
 
     def _attend(self, i: jax.Array, done: jax.Array) -> jax.Array:
         """The CTA's item i, after `done` K/V steps; returns the steps done after it."""
@@ -146,6 +146,8 @@ class Consumer:
     def _softmax(self, products: Any, s: jax.Array, m: jax.Array, total: jax.Array, distance: jax.Array) -> tuple:
         """(probabilities, maximum, sums by column, factor by which earlier results shrink) of a step.
 
+        The maximum stays what it was until a score exceeds it by MAX_RISE, so that most factors are 1.
+
         distance: from the tile's first key to the first query. m, total: so far.
         """
         scale, softcap, window = self.layer.scale, self.layer.softcap, self.layer.window
@@ -160,8 +162,7 @@ class Consumer:
             has_unseen |= distance + ROWS > window
         s = lax.cond(has_unseen, lambda s: products.mask(s, distance, window), lambda s: s, s)
         m_new = jnp.maximum(m, s.max(axis=1) * to_log2)
-        if self.layer.params.is_lazy:
-            m_new = jnp.where(m_new - m > MAX_RISE, m_new, m)
+        m_new = jnp.where(m_new - m > MAX_RISE, m_new, m)
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s * to_log2 - lax.broadcast_in_dim(m_new, s.shape, [0]))
         total = _times_rows(total, alpha) + products.column_sums(p)

@@ -33,8 +33,7 @@ class PrefillParams:
     block_kv: keys a step, a multiple of 64. num_stages: K and V tiles in flight. q_buffers: query tiles in flight.
     cluster: CTAs that work on one item and share its K and V tiles, 1 or 2.
     take_turns: whether consumers alternate between products and softmax.
-    is_lazy: whether O is scaled only where a maximum has grown by much.
-    q_in_registers: whether Q is an operand in registers.
+    q_in_registers: whether Q is an operand in registers, for which those of head_dim 112 and 256 do not suffice.
     section_keys: keys of one KV head that stay in the L2 cache.
     producer_registers: of 504 that it and the two consumers share, each thread; 24 to 152 in steps of 16.
     num_sms: SMs of the device.
@@ -46,9 +45,8 @@ class PrefillParams:
     q_buffers: int = 2
     cluster: int = 1
     take_turns: bool = True
-    is_lazy: bool = False
-    q_in_registers: bool = False
-    section_keys: int = 49152
+    q_in_registers: bool = True
+    section_keys: int = 98304
     producer_registers: int = 56
     num_sms: int = 132
     is_interpreted: bool = False

@@ -46,7 +46,6 @@ class Products:
     q_smem: Any
     pin_smem: Any
     q_in_registers: bool
-    is_lazy: bool
 
     @property
     def _tile(self) -> plgpu.RefType:
@@ -122,7 +121,7 @@ class Products:
             value = vector.reduction(ir.F32Type.get(), vector.CombiningKind.ADD, arith.addf(first, second))
             asm("st.volatile.shared.f32 [$0], $1;", [address, value], "r,f")
             asm("wgmma.wait_group.sync.aligned 0;")
-            return _times_rows_if_needed(o, alpha) if self.is_lazy else _times_rows(o, alpha)
+            return _times_rows_if_needed(o, alpha)
 
         return wait(o, alpha, sums, self.pin_smem)
 

@@ -23,8 +23,8 @@ CASES = {
 }
 VARIANTS = {
     "cluster": {"cluster": 2},
-    "lazy, Q in registers": {"is_lazy": True, "q_in_registers": True},
-    "cluster, without turns, Q in registers": {"cluster": 2, "take_turns": False, "q_in_registers": True},
+    "cluster, without turns": {"cluster": 2, "take_turns": False},
+    "Q in shared memory": {"q_in_registers": False},
 }
 # Bytes on the stack, by head_dim: read between items or while a tile is masked.
 COLD_SPILLS = {112: 8}
