@@ -214,7 +214,7 @@ def choose_kernels(config: EngineConfig, model_config: ModelConfig, device: Devi
 def message_rows(config: EngineConfig, cut: Partition, device: Device) -> int:
     """Tokens of a step up to which the all-reduce kernel is faster than XLA's; 0 where there is none."""
     assert config.max_num_seqs is not None
-    if cut.mesh is None or cut.axis_name is None:
+    if cut.mesh is None or cut.axis_name is None or not all_reduce.is_reachable(cut.mesh):
         return 0
     facts = {"compute_capability": str(getattr(device, "compute_capability", "")), "dtype": jnp.dtype(config.dtype)}
     sizes = {"hidden": cut.model.hidden_size, "ranks": cut.mesh.shape[cut.axis_name]}

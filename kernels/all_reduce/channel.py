@@ -57,6 +57,11 @@ class Channel:
         return PartitionSpec(tuple(mesh.axis_names))
 
 
+def is_reachable(mesh: Mesh) -> bool:
+    """Whether a channel can be made: all devices belong to this process, which names the memory of no other."""
+    return all(device.process_index == jax.process_index() for device in mesh.devices.flat)
+
+
 def connect(mesh: Mesh, axis_name: str, *, rows: int, hidden: int, dtype: jnp.dtype) -> Channel:
     """Allocates a channel on every device of `mesh` for the groups along `axis_name`. Not for use under `jit`.
 
@@ -68,9 +73,9 @@ def connect(mesh: Mesh, axis_name: str, *, rows: int, hidden: int, dtype: jnp.dt
       dtype: bfloat16 or float16.
 
     Raises:
-      NotImplementedError: devices of another process, whose memory this one cannot name.
+      NotImplementedError: not `is_reachable`.
     """
-    if any(device.process_index != jax.process_index() for device in mesh.devices.flat):
+    if not is_reachable(mesh):
         raise NotImplementedError("devices of several processes: all_reduce runs over those of one")
     spec = NamedSharding(mesh, Channel.spec(mesh))
     devices, ranks = mesh.devices, mesh.shape[axis_name]

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxinfer.kernels.all_reduce import Channel, all_reduce, all_reduce_norm, choose, connect
+from jaxinfer.kernels.all_reduce import Channel, all_reduce, all_reduce_norm, choose, connect, is_reachable
 from jaxinfer.kernels.all_reduce.arg_specs import Spec, parts
 from jaxinfer.kernels.all_reduce.channel import EMPTY, NUM_COUNTERS, NUM_PARITIES
 from jaxinfer.sharding.mesh import make_mesh
@@ -95,6 +95,20 @@ def test_what_is_chosen() -> None:
     assert chosen("tpu") == "psum"
     old = choose("gpu", compute_capability="8.0", dtype=jnp.dtype(jnp.bfloat16), rows=1, hidden=4096, ranks=2)
     assert old == "psum"
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    id: int
+    process_index: int
+
+
+def test_devices_of_another_process_are_left_to_psum() -> None:
+    assert is_reachable(make_mesh({"tensor": 2}, [FakeDevice(0, 0), FakeDevice(1, 0)]))
+    apart = make_mesh({"tensor": 2}, [FakeDevice(0, 0), FakeDevice(1, 1)])
+    assert not is_reachable(apart)
+    with pytest.raises(NotImplementedError, match="several processes"):
+        connect(apart, "tensor", rows=1, hidden=256, dtype=jnp.dtype(jnp.bfloat16))
 
 
 def test_wrong_arguments_are_refused() -> None:
