@@ -15,6 +15,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 NEG_INF = -1e30  # finite: -inf - -inf is NaN
 LOG2E = math.log2(math.e)
+TMA_ALIGNMENT = 128  # bytes of shared memory; elsewhere a copy ends the program, but not in the interpreter
 TILE_ROWS = 8  # rows of one swizzle tile, which a TMA copy may not split
 
 
@@ -94,8 +95,8 @@ def pad_rows(x: jax.Array, *, multiple: int, minimum: int = 0) -> jax.Array:
 def copy_rows_out(smem: Any, out_ref: Any, token: jax.Array, head: jax.Array, low: jax.Array, count: jax.Array) -> None:
     """Rows [low, low + count) of smem[rows, D] to out_ref[token + row, head], awaited as TMA copies are.
 
-    One bulk copy a row, by a thread each. A TMA copy has a fixed size, and begins at a multiple of 128 bytes of shared
-    memory, which a row of 80, 96 or 112 values need not.
+    One bulk copy a row, by a thread each. A TMA copy has a fixed size, and begins at a multiple of TMA_ALIGNMENT, which
+    a row of 80, 96 or 112 values need not.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2 + (plgpu.Layout.WG_SPLAT(()),) * 4)

@@ -3,9 +3,10 @@
 One CTA an SM works through items: a tile of query tokens of one row for query heads that share a KV head, so that
 all consumers of the item read the same K and V tiles and need the same number of them.
 
-    producer     item: Q K0 V0 K1 V1 K2 V2 ..., then the next item without a pause    (`mosaic_gpu_prefill_load`)
-    consumer 0   S0 = Q K0' | softmax 0 | O += P0 V0, S1 = Q K1' | softmax 1 | ...    (`mosaic_gpu_prefill_attend`)
-    consumer 1              | S0 = Q K0'| softmax 0 | O += P0 V0, S1 = Q K1' | ...
+    producer     item: Q K0 V0 K1 V1 K2 V2 ..., then the next item without a pause     (`mosaic_gpu_prefill_load`)
+    consumer 0   S1 = Q K1', O += P0 V0 |           | S2 = Q K2', O += P1 V1 | ...      (`mosaic_gpu_prefill_attend`)
+                          | softmax 1 |                         | softmax 2 |
+    consumer 1            | S1 = Q K1', O += P0 V0  |           | S2 = ...
 
 With `cluster` = 2, two CTAs share an item, its heads or tokens, and each of its K and V tiles is read once for both.
 Which items there are, and in which order, says `mosaic_gpu_prefill_plan`.

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.kernels.paged_attention import mosaic_gpu_prefill_items as item_lists
-from jaxinfer.kernels.paged_attention.mosaic_gpu_common import copy_layout, copy_rows, zero_rows_outside
+from jaxinfer.kernels.paged_attention.mosaic_gpu_common import TMA_ALIGNMENT, copy_layout, copy_rows, zero_rows_outside
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_memory import Layer, Memory
 from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill_plan import CONSUMERS, ROWS
 
@@ -130,6 +130,7 @@ def _copy_tile(
     **options: Any,
 ) -> None:
     block_kv, block_size = layer.params.block_kv, layer.block_size
+    assert layer.copy_tokens * layer.head_dim * jnp.dtype(source.dtype).itemsize % TMA_ALIGNMENT == 0
     offset = lax.rem(step * block_kv, block_size) if block_size > block_kv else 0
     for i, page in enumerate(ids):
         plgpu.copy_gmem_to_smem(
