@@ -62,7 +62,7 @@ class BatchLayout:
             "update_columns": u,
             "update_blocks": u,
             "num_decodes": 1,
-            "needs_full_sampler": 1,
+            "is_sampled_apart": 1,
         }
         self.shape = shape
         self.slices: dict[str, slice] = {}
@@ -77,7 +77,7 @@ class BatchLayout:
         part = {name: buffer[where] for name, where in self.slices.items()}
         part["samples"] = part["samples"] != 0
         part["from_carry"] = part["from_carry"] != 0
-        part["needs_full_sampler"] = part["needs_full_sampler"] != 0
+        part["is_sampled_apart"] = part["is_sampled_apart"] != 0
         return Batch(**part)
 
 
@@ -95,7 +95,7 @@ class Batch:
     update_columns: jax.Array  # int32 [U]
     update_blocks: jax.Array  # int32 [U]
     num_decodes: jax.Array  # int32 [1]: leading rows with one token
-    needs_full_sampler: jax.Array  # bool [1]: the step leaves sampling, and what it does to the carry, to that program
+    is_sampled_apart: jax.Array  # bool [1]: sampling, and what it does to the carry, is another program's
 
     @property
     def rows(self) -> Rows:
@@ -103,7 +103,7 @@ class Batch:
 
     def rows_to_sample(self, num_slots: int) -> Rows:
         """The rows that the step samples itself: all or none, which are then padding, of slot `num_slots`."""
-        skips = self.needs_full_sampler
+        skips = self.is_sampled_apart
         rows = self.rows
         slot_ids = jnp.where(skips, num_slots, rows.slot_ids)
         return Rows(slot_ids, rows.samples & ~skips, jnp.where(skips, 0, rows.num_tokens))
@@ -143,6 +143,9 @@ class Carry:
     num_computed: jax.Array  # int32 [B]: tokens whose K and V are in the cache
     temperature: jax.Array  # float32 [B]: 0 is greedy
     seeds: jax.Array  # uint32 [B, 2]: low and high word
+    min_p: jax.Array  # float32 [B]: 0 is off
+    top_k: jax.Array  # int32 [B]: V or more is off
+    top_p: jax.Array  # float32 [B]: 1 is off
     uses_features: jax.Array  # bool [B]: the slot's row of `Features` is its owner's, not a former one's
 
 
@@ -153,9 +156,6 @@ class Features:
     history: jax.Array  # int32 [B, L]: prompt and output tokens
     prompt_lens: jax.Array  # int32 [B]
     min_lens: jax.Array  # int32 [B]: no end id before this many tokens (prompt + min_tokens)
-    top_k: jax.Array  # int32 [B]: V is off
-    top_p: jax.Array  # float32 [B]
-    min_p: jax.Array  # float32 [B]
     presence_penalty: jax.Array  # float32 [B]
     frequency_penalty: jax.Array  # float32 [B]
     repetition_penalty: jax.Array  # float32 [B]
@@ -239,6 +239,9 @@ class DeviceShapes(NamedTuple):
             num_computed=(1, jnp.int32),
             temperature=(1, jnp.float32),
             seeds=(2, jnp.uint32),
+            min_p=(1, jnp.float32),
+            top_k=(1, jnp.int32),
+            top_p=(1, jnp.float32),
             uses_features=(1, jnp.int32),
             block_table=(self.max_blocks, jnp.int32),
         )
@@ -248,9 +251,6 @@ class DeviceShapes(NamedTuple):
         return SlotLayout(
             prompt_lens=(1, jnp.int32),
             min_lens=(1, jnp.int32),
-            top_k=(1, jnp.int32),
-            top_p=(1, jnp.float32),
-            min_p=(1, jnp.float32),
             presence_penalty=(1, jnp.float32),
             frequency_penalty=(1, jnp.float32),
             repetition_penalty=(1, jnp.float32),
@@ -269,6 +269,9 @@ class DeviceShapes(NamedTuple):
             num_computed=jnp.zeros((b,), jnp.int32),
             temperature=jnp.zeros((b,), jnp.float32),
             seeds=jnp.zeros((b, 2), jnp.uint32),
+            min_p=jnp.zeros((b,), jnp.float32),
+            top_k=jnp.zeros((b,), jnp.int32),
+            top_p=jnp.zeros((b,), jnp.float32),
             uses_features=jnp.zeros((b,), jnp.bool_),
         )
 

@@ -85,15 +85,18 @@ def test_fields_may_be_set_and_are_checked_at_submission():
 
 def test_which_sampler_a_request_needs():
     assert not SamplingParams(temperature=0.7).needs_full_sampler
-    assert not SamplingParams(temperature=0.0, top_k=5, top_p=0.5).needs_full_sampler  # cuts keep the best
+    assert not SamplingParams(temperature=0.0, top_k=5, top_p=0.5).uses_cuts  # they keep the best
     for params in (
-        {"top_k": 5},
         {"logprobs": 0},
         {"min_tokens": 1},
         {"presence_penalty": 0.1},
         {"bad_words": ["x"]},
     ):
         assert SamplingParams(**params).needs_full_sampler
+    for params in ({"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}):
+        assert SamplingParams(**params).uses_cuts
+        assert not SamplingParams(**params).needs_full_sampler
+    assert not SamplingParams(temperature=0.7).uses_cuts
 
 
 @pytest.mark.parametrize(

@@ -161,9 +161,13 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def uses_cuts(self) -> bool:
+        """Whether top-k, top-p or min-p decide anything: the best token always stays."""
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
     def needs_full_sampler(self) -> bool:
-        """Whether the plain sampler (greedy and temperature) does not suffice."""
-        cuts = not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+        """Whether temperature and cuts do not suffice."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         lists = self.logit_bias or self.bad_words or self.allowed_token_ids is not None
-        return bool(cuts or penalties or lists or self.min_tokens or self.logprobs is not None)
+        return bool(penalties or lists or self.min_tokens or self.logprobs is not None)

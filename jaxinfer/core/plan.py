@@ -82,6 +82,7 @@ class StepPlan:
     num_preempted: int = 0
     decodes: DecodeRows = field(default_factory=DecodeRows)
     needs_full_sampler: bool = False  # of the rows that sample, one does
+    uses_cuts: bool = False  # the same
     wants_logprobs: bool = False  # the same
     _rows: list[PlanRow] | None = None
 

@@ -241,6 +241,7 @@ class Engine:
         kinds = {"step", "steps", "admit"}
         for request in requests:
             kinds |= {"full", "features"} if request.params.needs_full_sampler else set()
+            kinds |= {"cut"} if request.params.uses_cuts else set()
             kinds |= {"prompt"} if request.params.prompt_logprobs is not None else set()
         keys = [key for key in programs.keys(shapes) if key[0] in kinds]
         if self.config.enable_prefix_caching:

@@ -8,16 +8,24 @@ from __future__ import annotations
 import numpy as np
 
 from jaxinfer.batch import BatchLayout, DeviceShapes, SlotLayout
-from jaxinfer.core import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, DecodeRows, PlanRow, Request, StepPlan
+from jaxinfer.core import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, DecodeRows, PlanRow, Request, SamplingParams, StepPlan
 
 
-def pack(plan: StepPlan, layout: BatchLayout, num_slots: int, into: np.ndarray | None = None) -> np.ndarray:
+def pack(
+    plan: StepPlan,
+    layout: BatchLayout,
+    num_slots: int,
+    *,
+    is_sampled_apart: bool = False,
+    into: np.ndarray | None = None,
+) -> np.ndarray:
     """The step's buffer, int32 [layout.size].
 
     Args:
       plan: rows within the layout's bucket.
       layout: of the bucket.
       num_slots: B, the slot of padding rows.
+      is_sampled_apart: another program samples the rows.
       into: zeros that are at least as long, to be filled instead of fresh ones.
     """
     buffer = np.zeros(layout.size, np.int32) if into is None else into
@@ -26,7 +34,7 @@ def pack(plan: StepPlan, layout: BatchLayout, num_slots: int, into: np.ndarray |
     part["slot_ids"][:] = num_slots
     part["update_slots"][:] = num_slots
     part["num_decodes"][0] = plan.num_decodes
-    part["needs_full_sampler"][0] = plan.needs_full_sampler
+    part["is_sampled_apart"][0] = is_sampled_apart
     _pack_decodes(plan.decodes, part)
     _pack_others(plan.others, part, len(plan.decodes))
     part["query_start_loc"][plan.num_rows + 1 :] = plan.num_tokens
@@ -97,6 +105,8 @@ def pack_slots(rows: list[PlanRow], shapes: DeviceShapes, num_rows: int) -> np.n
         _put(line, layout, "num_computed", row.start)
         _put(line, layout, "temperature", request.params.temperature)
         _put(line, layout, "seeds", [request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF])
+        for name, value in cut_values(request.params).items():
+            _put(line, layout, name, value)
         _put(line, layout, "uses_features", int(request.params.needs_full_sampler))
         table = line[layout.columns["block_table"][0]]
         table[: len(request.block_ids)] = request.block_ids
@@ -114,6 +124,16 @@ def pack_features(rows: list[PlanRow], shapes: DeviceShapes, num_rows: int) -> n
     return packed
 
 
+def cut_values(params: SamplingParams) -> dict[str, float]:
+    """A request's cuts, by field of `Carry`."""
+    most = int(np.iinfo(np.int32).max)
+    return {
+        "min_p": params.min_p,
+        "top_k": most if params.top_k <= 0 else min(params.top_k, most),
+        "top_p": max(params.top_p, float(np.finfo(np.float32).tiny)),  # 0 in float32 would cut the best token too
+    }
+
+
 def feature_values(request: Request, shapes: DeviceShapes) -> dict[str, object]:
     """A request's `Features`, by field; lists are as long as they are, the rest of a field is filled up here."""
     params, vocab = request.params, shapes.vocab_size
@@ -126,9 +146,6 @@ def feature_values(request: Request, shapes: DeviceShapes) -> dict[str, object]:
     return {
         "prompt_lens": request.num_prompt_tokens,
         "min_lens": request.num_prompt_tokens + params.min_tokens,
-        "top_k": vocab if params.top_k <= 0 else min(params.top_k, vocab),
-        "top_p": max(params.top_p, np.finfo(np.float32).tiny),  # 0 in float32 would cut the best token too
-        "min_p": params.min_p,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "repetition_penalty": params.repetition_penalty,

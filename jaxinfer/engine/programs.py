@@ -1,8 +1,9 @@
-"""The engine's pure functions, and their compiled forms.
+"""The engine's programs: its pure functions (`functions`) in their compiled forms.
 
       step     (constants, caches, tables, buffers, carry, staged, packed)
                    -> (caches, tables, buffers, carry, staged, tokens)                        keyed by shape
       steps    (constants, caches, tables, carry, packed) -> (caches, tables, carry, tokens)    keyed by k, decode shape
+      cut      (carry, logits, rows)                    -> (carry, out)                       keyed by S
       full     (carry, features, logits, rows)          -> (carry, features, out)             keyed by S
       admit    (carry, tables, packed)                  -> (carry, tables)       slots that get a new owner
       features (features, packed)                       -> features              the same, for the full sampler
@@ -14,7 +15,8 @@ Donated state comes back first. Nothing else is compiled while serving.
 `steps` is several decode steps in a loop on the device, for few rows: their plans and tokens have a leading axis. It
 leaves nothing behind for other programs. One call serves them all.
 
-A step samples its rows itself, unless its plan says that the full sampler does. One program a step: each call costs the
+A step samples its rows itself, unless its plan says that another program does: `cut` has min-p, top-k and top-p (as has
+`steps`), `full` has every feature. One program a step: each call costs the
 host some 0.2 ms. What a step leaves is written into the buffers of the step before (donated, one a size), and its plan
 is first copied to a fixed place: XLA replays a step's command buffer as it is where no address has changed, and updates
 the other nodes, which for all of them takes the host as long as a small step takes the device.
@@ -22,7 +24,6 @@ the other nodes, which for all of them takes the host as long as a small step ta
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import time
@@ -38,27 +39,22 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxinfer.batch import (
-    Batch,
     BatchLayout,
     BatchShape,
-    Carry,
     Constants,
     DeviceShapes,
-    Features,
     LogprobOutput,
     Rows,
     StepBuffers,
     StepOutput,
-    features_from_columns,
 )
 from jaxinfer.config import ModelConfig
-from jaxinfer.engine.derive import derive_inputs
+from jaxinfer.engine import functions
 from jaxinfer.engine.executables import ExecutableCache
+from jaxinfer.engine.functions import Functions
 from jaxinfer.kernels.all_reduce.channel import abstract
-from jaxinfer.layers import KVCache
 from jaxinfer.models import DenseModel
-from jaxinfer.sampling import raw_logprobs, sample_full, sample_plain
-from jaxinfer.sharding.collectives import gather_columns
+from jaxinfer.sampling import sample_cut, sample_full
 from jaxinfer.sharding.parameters import abstract_parameters
 from jaxinfer.sharding.placement import device_bytes, on_mesh
 from jaxinfer.sharding.rules import sharding_of
@@ -122,8 +118,7 @@ class Programs:
         message_rows: int = 0,
     ) -> None:
         self.decode_steps = decode_steps
-        self.mesh, self.axis_name = mesh, model.axis_name
-        self.sampling = model.kernels.sampling
+        self.mesh = mesh
         graph, state = nnx.split(model)
         leaves, tree = jax.tree.flatten(state)
         leaves = leaves if mesh is None else abstract_parameters(model, mesh)
@@ -132,7 +127,12 @@ class Programs:
             sizes = {"rows": message_rows, "hidden": config.hidden_size, "dtype": jnp.dtype(dtype)}
             self.channel = abstract(mesh, "tensor", **sizes)
         self.constants = Constants(leaves, self.channel)  # pyright: ignore[reportArgumentType]
-        self._rebuild = lambda constants: nnx.merge(graph, jax.tree.unflatten(tree, constants.weights))
+        self.functions = Functions(
+            lambda constants: nnx.merge(graph, jax.tree.unflatten(tree, constants.weights)),
+            shapes,
+            sampling=model.kernels.sampling,
+            axis_name=model.axis_name,
+        )
         self.shapes = shapes
         self.hidden_size, self.dtype = config.hidden_size, jnp.dtype(dtype)
         self.num_logits = config.vocab_size  # of a row; V, or a little more on a mesh
@@ -217,7 +217,7 @@ class Programs:
         """Every program that steps of these shapes need."""
         shapes = list(shapes)
         rows = sorted({shape.num_rows for shape in shapes}, reverse=True)
-        samplers = [("full", size) for size in rows]
+        samplers = [(kind, size) for size in rows for kind in ("full", "cut")]
         copies = [("copy", size) for size in self.copy_sizes]
         bursts = [self.burst_key(shape) for shape in shapes if self.has_burst(shape)]
         return [*map(self.step_key, shapes), *bursts, *samplers, ("admit",), ("features",), *copies, ("prompt",)]
@@ -240,28 +240,30 @@ class Programs:
                 layout = BatchLayout(BatchShape(*shape))
                 staged = self.staged(layout.size)
                 state = (self.caches, self.tables, self.buffers(layout.shape), self.carry, staged)
-                return self._step(layout), (1, 2, 3, 4, 5), (self.constants, *state, staged)
+                return self.functions.step(layout), (1, 2, 3, 4, 5), (self.constants, *state, staged)
             case ("steps", num_steps, *shape):
                 layout = BatchLayout(BatchShape(*shape))
                 packed = jax.ShapeDtypeStruct((num_steps, layout.size), jnp.int32)
                 state = (self.caches, self.tables, self.carry)
-                return self._steps(layout), (1, 2, 3), (self.constants, *state, packed)
+                return self.functions.steps(layout, num_steps), (1, 2, 3), (self.constants, *state, packed)
+            case ("cut", num_rows):
+                arguments = (self.carry, self._logits(num_rows), _abstract_rows(num_rows))
+                return partial(sample_cut, **self.functions.sampler_options), (0,), arguments
             case ("full", num_rows):
                 arguments = (self.carry, self.features, self._logits(num_rows), _abstract_rows(num_rows))
-                options = {"implementation": self.sampling, "axis_name": self.axis_name}
-                return partial(sample_full, vocab_size=self.shapes.vocab_size, **options), (0, 1), arguments
+                return partial(sample_full, **self.functions.sampler_options), (0, 1), arguments
             case ("admit",):
                 packed = jax.ShapeDtypeStruct((ADMIT_ROWS, self.shapes.slot_layout.width), jnp.int32)
-                return self._admit, (0, 1), (self.carry, self.tables, packed)
+                return self.functions.admit, (0, 1), (self.carry, self.tables, packed)
             case ("features",):
                 packed = jax.ShapeDtypeStruct((FEATURE_ROWS, self.shapes.feature_layout.width), jnp.int32)
-                return self._upload_features, (0,), (self.features, packed)
+                return self.functions.upload_features, (0,), (self.features, packed)
             case ("copy", size):
                 blocks = jax.ShapeDtypeStruct((size,), jnp.int32)
-                return copy_blocks, (0,), (self.caches, blocks, blocks)
+                return functions.copy_blocks, (0,), (self.caches, blocks, blocks)
             case ("prompt",):
                 ints = jax.ShapeDtypeStruct((PROMPT_ROWS,), jnp.int32)
-                return self._prompt_logprobs, (), (self.constants, self.hidden(), ints, ints)
+                return self.functions.prompt_logprobs, (), (self.constants, self.hidden(), ints, ints)
         raise KeyError(key)
 
     @staticmethod
@@ -273,6 +275,8 @@ class Programs:
                 return *arguments[1:6], 0
             case "steps":
                 return *arguments[1:4], 0
+            case "cut":
+                return arguments[0], StepOutput(0, None)  # pyright: ignore[reportArgumentType]
             case "full":
                 return *arguments[:2], StepOutput(0, logprobs)  # pyright: ignore[reportArgumentType]
             case "admit":
@@ -304,101 +308,7 @@ class Programs:
         sharding = None if self.mesh is None else sharding_of(name, shape, axes, self.mesh)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    def _step(self, layout: BatchLayout) -> Callable[..., Any]:
-        def step(
-            constants: Constants,
-            caches: list[KVCache],
-            tables: jax.Array,
-            buffers: StepBuffers,
-            carry: Carry,
-            staged: jax.Array,
-            packed: jax.Array,
-        ) -> tuple[list[KVCache], jax.Array, StepBuffers, Carry, jax.Array, jax.Array]:
-            staged = _stage(staged, packed, carry)
-            logits, batch, hidden, caches, tables, carry, tokens = self._run(
-                layout, constants, caches, tables, carry, staged
-            )
-            hidden = jax.lax.dynamic_update_slice(buffers.hidden, hidden, (0, 0))
-            return caches, tables, StepBuffers(logits, batch.rows, hidden), carry, staged, tokens
-
-        return step
-
-    def _steps(self, layout: BatchLayout) -> Callable[..., Any]:
-        def steps(
-            constants: Constants, caches: list[KVCache], tables: jax.Array, carry: Carry, packed: jax.Array
-        ) -> tuple[list[KVCache], jax.Array, Carry, jax.Array]:
-            def body(number: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
-                caches, tables, carry, tokens = state
-                plan = jax.lax.optimization_barrier(jax.lax.dynamic_index_in_dim(packed, number, keepdims=False))
-                *_, caches, tables, carry, new = self._run(layout, constants, caches, tables, carry, plan)
-                return caches, tables, carry, tokens.at[number].set(new)
-
-            tokens = jnp.zeros((self.decode_steps, layout.shape.num_rows), jnp.int32)
-            return jax.lax.fori_loop(0, self.decode_steps, body, (caches, tables, carry, tokens))
-
-        return steps
-
-    def _run(
-        self,
-        layout: BatchLayout,
-        constants: Constants,
-        caches: list[KVCache],
-        tables: jax.Array,
-        carry: Carry,
-        plan: jax.Array,
-    ) -> tuple[jax.Array, Batch, jax.Array, list[KVCache], jax.Array, Carry, jax.Array]:
-        """One step: logits, batch, hidden states; caches, tables and carry; tokens, where the plan samples here."""
-        batch = layout.unpack(plan)
-        tables = tables.at[batch.update_slots, batch.update_columns].set(batch.update_blocks, mode="drop")
-        token_ids, meta = derive_inputs(batch, tables, carry, layout.shape.block_size)
-        meta = dataclasses.replace(meta, channel=constants.channel)
-        model = self._rebuild(constants)
-        hidden, caches = model(token_ids, meta, caches, is_decode=layout.shape.is_decode)
-        logits = model.logits(hidden[jnp.maximum(batch.query_start_loc[1:] - 1, 0)])
-        rows = batch.rows_to_sample(self.shapes.num_slots)
-        options: dict[str, Any] = {"implementation": self.sampling, "axis_name": self.axis_name}
-        carry, output = sample_plain(carry, logits, rows, **options)
-        return logits, batch, hidden, caches, tables, carry, output.tokens
-
-    def _prompt_logprobs(
-        self, constants: Constants, hidden: jax.Array, indices: jax.Array, targets: jax.Array
-    ) -> LogprobOutput:
-        logits = self._rebuild(constants).logits(hidden[indices])
-        return raw_logprobs(gather_columns(logits, self.axis_name, self.shapes.vocab_size), targets)
-
-    def _admit(self, carry: Carry, tables: jax.Array, packed: jax.Array) -> tuple[Carry, jax.Array]:
-        part = self.shapes.slot_layout.unpack(packed)
-        slots = part["slot_ids"][:, 0]
-        carry = Carry(
-            last_tokens=carry.last_tokens,
-            num_computed=carry.num_computed.at[slots].set(part["num_computed"][:, 0], mode="drop"),
-            temperature=carry.temperature.at[slots].set(part["temperature"][:, 0], mode="drop"),
-            seeds=carry.seeds.at[slots].set(part["seeds"], mode="drop"),
-            uses_features=carry.uses_features.at[slots].set(part["uses_features"][:, 0] != 0, mode="drop"),
-        )
-        return carry, tables.at[slots].set(part["block_table"], mode="drop")
-
-    def _upload_features(self, features: Features, packed: jax.Array) -> Features:
-        part = self.shapes.feature_layout.unpack(packed)
-        slots = part.pop("slot_ids")[:, 0]
-        rows = features_from_columns(part)
-        return jax.tree.map(lambda table, new: table.at[slots].set(new, mode="drop"), features, rows)
-
-
-def _stage(staged: jax.Array, packed: jax.Array, carry: Carry) -> jax.Array:
-    """The plan, at the place of the plan before: one copy reads where the host has put it, and nothing else does.
-
-    The start is 0, which XLA cannot know: it would otherwise let every reader read `packed` itself.
-    """
-    zero = jnp.minimum(carry.num_computed[0], 0)
-    return jax.lax.optimization_barrier(jax.lax.dynamic_update_slice(staged, packed, (zero,)))
-
 
 def _abstract_rows(num_rows: int) -> Rows:
     ints = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
     return Rows(ints, jax.ShapeDtypeStruct((num_rows,), jnp.bool_), ints)  # pyright: ignore[reportArgumentType]
-
-
-def copy_blocks(caches: list[KVCache], sources: jax.Array, targets: jax.Array) -> list[KVCache]:
-    """Copies blocks, int32 [C] each, padded 0 -> 0; all are read before any is written."""
-    return [(k.at[targets].set(k[sources]), v.at[targets].set(v[sources])) for k, v in caches]

@@ -99,20 +99,22 @@ class Runner:
         if plan.needs_full_sampler:
             sample = self.programs.get(("full", shape.num_rows))
             self.carry, self.features, output = sample(self.carry, self.features, buffers.logits, buffers.rows)
+        elif plan.uses_cuts:
+            self.carry, output = self.programs.get(("cut", shape.num_rows))(self.carry, buffers.logits, buffers.rows)
         chunks = self._score_prompts(plan, buffers.hidden)
         jax.tree.map(lambda array: array.copy_to_host_async(), (output, [chunk[-1] for chunk in chunks]))
         return InFlight(plan, output, prompt_chunks=chunks)
 
     def may_burst(self, plan: StepPlan) -> bool:
         """Whether the plan may be the first of a burst, as far as it alone says."""
-        return _is_plain_decode(plan) and self.programs.has_burst(self.ladder.fit(plan.num_tokens, plan.num_rows))
+        return self._may_burst(plan) and self.programs.has_burst(self.ladder.fit(plan.num_tokens, plan.num_rows))
 
     def dispatch_burst(self, plans: list[StepPlan]) -> list[InFlight]:
         """Sends plans to the device: with one call if they are decode steps that fit the first one's bucket, and as
         many as the program runs, else one by one.
         """
         shape = self.ladder.fit(plans[0].num_tokens, plans[0].num_rows)
-        fits = all(_is_plain_decode(plan) and plan.num_rows <= shape.num_rows for plan in plans)
+        fits = all(self._may_burst(plan) and plan.num_rows <= shape.num_rows for plan in plans)
         if not (fits and len(plans) == self.programs.decode_steps and self.programs.has_burst(shape)):
             return [self.dispatch(plan) for plan in plans]
         layout = self._layout(shape)
@@ -120,15 +122,26 @@ class Runner:
         tokens.copy_to_host_async()
         return [InFlight(plan, StepOutput(tokens, None), number) for number, plan in enumerate(plans)]
 
+    def _may_burst(self, plan: StepPlan) -> bool:
+        """Whether every row of the plan goes on with one token, and a burst's step does all that there is to do."""
+        return (
+            plan.num_rows == plan.num_tokens
+            and not plan.needs_full_sampler
+            and not (plan.uses_cuts and self.programs.mesh is not None)
+            and not plan.copies
+            and not any(row.is_admission or row.request.params.prompt_logprobs is not None for row in plan.others)
+        )
+
     def _run_burst(self, shape: BatchShape, packed: np.ndarray) -> jax.Array:
         run = self.programs.get(self.programs.burst_key(shape))
         self.caches, self.tables, self.carry, tokens = run(self.constants, self.caches, self.tables, self.carry, packed)
         return tokens
 
     def _run_step(self, shape: BatchShape, plan: StepPlan) -> tuple[StepBuffers, StepOutput]:
-        """Runs a plan's step: what it left for the full sampler, and its tokens if it did not need that."""
+        """Runs a plan's step: what it left for a sampler of its own, and its tokens if it did not need one."""
         packed = np.zeros(self.staged.shape, np.int32)
-        inputs.pack(plan, self._layout(shape), self.shapes.num_slots, into=packed)
+        is_apart = plan.needs_full_sampler or plan.uses_cuts
+        inputs.pack(plan, self._layout(shape), self.shapes.num_slots, is_sampled_apart=is_apart, into=packed)
         step = self.programs.get(self.programs.step_key(shape))
         old = self._take_buffers(shape)
         state = (self.constants, self.caches, self.tables, old, self.carry, self.staged, packed)
@@ -189,12 +202,13 @@ class Runner:
         jax.block_until_ready(self.caches)
 
     def _run_padding(self, key: Key) -> None:
-        """Runs a program on rows that change nothing. A step brings the full sampler along."""
+        """Runs a program on rows that change nothing. A step brings its samplers along."""
         match key:
             case ("step", *values):
                 shape = BatchShape(*values)
                 buffers, out = self._run_step(shape, StepPlan())
-                full = self.programs.get(("full", shape.num_rows))
+                cut, full = (self.programs.get((kind, shape.num_rows)) for kind in ("cut", "full"))
+                self.carry, _ = cut(self.carry, buffers.logits, buffers.rows)
                 self.carry, self.features, more = full(self.carry, self.features, buffers.logits, buffers.rows)
                 jax.tree.map(np.asarray, (out, more))
             case ("steps", num_steps, *values):
@@ -237,16 +251,6 @@ class Runner:
     def _upload_features(self, rows: list[PlanRow]) -> None:
         packed = inputs.pack_features(rows, self.shapes, FEATURE_ROWS)
         self.features = self.programs.get(("features",))(self.features, packed)
-
-
-def _is_plain_decode(plan: StepPlan) -> bool:
-    """Whether every row of the plan goes on with one token, and the step does all that there is to do."""
-    return (
-        plan.num_rows == plan.num_tokens
-        and not plan.needs_full_sampler
-        and not plan.copies
-        and not any(row.is_admission or row.request.params.prompt_logprobs is not None for row in plan.others)
-    )
 
 
 def _logprob_rows(output: LogprobOutput, count: int) -> list[Any]:

@@ -5,8 +5,8 @@ All are pure. Order of the pipeline, on float32 logits:
     raw -> allowed ids -> bad words -> min_tokens -> bias -> repetition, frequency, presence -> temperature
         -> min_p -> top_k -> top_p -> choose
 
-A row takes the same token from every program that has what it uses. One that uses no feature is passed by its slot's,
-which may be a former owner's.
+A row takes the same token from every program that has what it uses. The cuts lie in the carry, other features in tables
+of their own: a row that uses none of those is passed by its slot's, which may be a former owner's.
 """
 
 from __future__ import annotations
@@ -24,11 +24,18 @@ from jaxinfer.sharding.collectives import gather_columns
 
 
 def sample_plain(
-    carry: Carry, logits: jax.Array, rows: Rows, *, implementation: str = "reference", axis_name: str | None = None
+    carry: Carry,
+    logits: jax.Array,
+    rows: Rows,
+    *,
+    vocab_size: int | None = None,
+    implementation: str = "reference",
+    axis_name: str | None = None,
 ) -> tuple[Carry, StepOutput]:
     """float32 [S, V] -> the carry for the next step, and the tokens.
 
     Args:
+      vocab_size: not needed here; of logits that are gathered.
       implementation: of `kernels/sampling`.
       axis_name: the mesh axis that V is cut over; the logits are this device's. Tokens are the same.
     """
@@ -43,16 +50,31 @@ def sample_plain(
 
 
 def sample_cut(
-    carry: Carry, features: Features, logits: jax.Array, rows: Rows, *, implementation: str = "reference"
+    carry: Carry,
+    logits: jax.Array,
+    rows: Rows,
+    *,
+    vocab_size: int | None = None,
+    implementation: str = "reference",
+    axis_name: str | None = None,
 ) -> tuple[Carry, StepOutput]:
-    """As `sample_plain`, with min-p, top-k and top-p of the rows that use features.
+    """As `sample_plain`, with min-p, top-k and top-p. On a mesh every device gathers all logits and does the same.
 
-    For steps in which no row uses another feature. It costs little more than the plain program, whereas the full one
-    counts tokens and ranks log-probabilities. The token history stays as it is: nothing that runs here reads it.
+    A kernel passes over what a row does not use. The reference makes its passes for all rows, so it makes none where no
+    row uses a cut.
     """
-    temperature, seeds, positions = reference.gather(rows.slot_ids, rows.num_tokens, _slots(carry))
-    cuts = _cuts(carry, features, rows, logits.shape[1])
-    tokens = sample(logits, temperature, seeds, positions, **cuts, implementation=implementation)
+    logits = gather_columns(logits, axis_name, vocab_size or logits.shape[1])
+    state = reference.gather(rows.slot_ids, rows.num_tokens, _slots(carry))
+    cuts, vocab = _cuts(carry, rows), logits.shape[1]
+
+    def choose(**cuts: jax.Array) -> jax.Array:
+        return sample(logits, *state, **cuts, implementation=implementation)
+
+    if implementation == "reference":
+        is_cut = (cuts["min_p"] > 0) | (cuts["top_k"] < vocab) | (cuts["top_p"] < 1)
+        tokens = jax.lax.cond(jnp.any(is_cut), lambda: choose(**cuts), choose)
+    else:
+        tokens = choose(**cuts)
     return _advance(carry, rows, tokens), StepOutput(tokens, None)
 
 
@@ -73,10 +95,9 @@ def sample_full(
     logits = gather_columns(logits, axis_name, vocab_size or logits.shape[1])
     temperature, seeds, positions = reference.gather(rows.slot_ids, rows.num_tokens, _slots(carry))
     used = jax.tree.map(lambda table: table.at[rows.slot_ids].get(mode="clip"), features)
-    is_used = _uses_features(carry, rows)
+    is_used = carry.uses_features.at[rows.slot_ids].get(mode="fill", fill_value=False)
     adjusted = jnp.where(is_used[:, None], adjust(logits, used, positions), logits)
-    cuts = _cuts(carry, features, rows, logits.shape[1])
-    tokens = sample(adjusted, temperature, seeds, positions, **cuts, implementation=implementation)
+    tokens = sample(adjusted, temperature, seeds, positions, **_cuts(carry, rows), implementation=implementation)
     carry = _advance(carry, rows, tokens)
     target = jnp.where(rows.samples, rows.slot_ids, features.history.shape[0])
     history = features.history.at[target, positions].set(jnp.maximum(tokens, 0), mode="drop")
@@ -111,17 +132,11 @@ def raw_logprobs(logits: jax.Array, tokens: jax.Array) -> LogprobOutput:
     return LogprobOutput((chosen - total)[:, 0], ranks, best_ids.astype(jnp.int32), best - total)
 
 
-def _uses_features(carry: Carry, rows: Rows) -> jax.Array:
-    return carry.uses_features.at[rows.slot_ids].get(mode="fill", fill_value=False)
-
-
-def _cuts(carry: Carry, features: Features, rows: Rows, vocab: int) -> dict[str, jax.Array]:
-    """Each row's min_p, top_k and top_p; off in rows that use no feature."""
-    is_used = _uses_features(carry, rows)
-    off = {"min_p": 0.0, "top_k": vocab, "top_p": 1.0}
-    tables = {name: getattr(features, name) for name in off}
+def _cuts(carry: Carry, rows: Rows) -> dict[str, jax.Array]:
+    """Each row's min_p, top_k and top_p; off in padding rows."""
+    off = {"min_p": 0.0, "top_k": jnp.iinfo(jnp.int32).max, "top_p": 1.0}
     return {
-        name: jnp.where(is_used, table.at[rows.slot_ids].get(mode="clip"), off[name]) for name, table in tables.items()
+        name: getattr(carry, name).at[rows.slot_ids].get(mode="fill", fill_value=value) for name, value in off.items()
     }
 
 

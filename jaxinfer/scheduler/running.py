@@ -32,7 +32,7 @@ from jaxinfer.core.request import COMPUTED, IN_FLIGHT, NUM_COUNTS, SAMPLES
 
 NUM_END_IDS = 4
 """End ids that are compared as columns. A request with more of them is asked for each token."""
-NEEDS_FULL_SAMPLER, WANTS_LOGPROBS, IS_WATCHED = 1, 2, 4
+NEEDS_FULL_SAMPLER, WANTS_LOGPROBS, IS_WATCHED, USES_CUTS = 1, 2, 4, 8
 """Flags."""
 
 
@@ -176,6 +176,7 @@ def _derive(request: Request, block_size: int) -> list[int]:
         NEEDS_FULL_SAMPLER * params.needs_full_sampler
         + WANTS_LOGPROBS * (params.logprobs is not None)
         + IS_WATCHED * is_watched
+        + USES_CUTS * params.uses_cuts
     )
     return [
         request.num_tokens,

@@ -30,7 +30,7 @@ from jaxinfer.scheduler.draft import Draft
 from jaxinfer.scheduler.limits import SchedulerLimits
 from jaxinfer.scheduler.queue import make_queue
 from jaxinfer.scheduler.results import Commit, Emission, StopCheck, check_token_stop
-from jaxinfer.scheduler.running import NEEDS_FULL_SAMPLER, WANTS_LOGPROBS, RunningTable
+from jaxinfer.scheduler.running import NEEDS_FULL_SAMPLER, USES_CUTS, WANTS_LOGPROBS, RunningTable
 from jaxinfer.scheduler.steady import SteadyRows
 
 
@@ -269,6 +269,7 @@ class Scheduler:
             num_preempted=draft.num_preempted,
             decodes=decodes,
             needs_full_sampler=flags & NEEDS_FULL_SAMPLER != 0,
+            uses_cuts=flags & USES_CUTS != 0,
             wants_logprobs=flags & WANTS_LOGPROBS != 0,
         )
 

@@ -21,7 +21,14 @@ def folder(tmp_path_factory):
 def make_requests() -> list[tuple[list[int], SamplingParams]]:
     """Ends by id, by length and by text; most are sampled by the step, some need the full sampler."""
     rng = random.Random(3)
-    kinds = ({"temperature": 0.0}, {}, {"ignore_eos": True}, {"stop": ["e", "t"]}, {}, {"max_tokens": 5, "top_k": 9})
+    kinds = (
+        {"temperature": 0.0},
+        {},
+        {"top_p": 0.8},
+        {"stop": ["e", "t"]},
+        {},
+        {"max_tokens": 5, "presence_penalty": 0.3},
+    )
     return [
         (
             [rng.randrange(256) for _ in range(rng.choice([1, 15, 16, 17, 60, 90]))],

@@ -14,7 +14,7 @@ from numpy_sampler import chi_square_p, probabilities, process
 
 from jaxinfer.batch import Carry, DeviceShapes, Features, Rows, features_from_columns
 from jaxinfer.core import Request, SamplingParams
-from jaxinfer.engine.inputs import feature_values
+from jaxinfer.engine.inputs import cut_values, feature_values
 from jaxinfer.kernels.sampling.noise import Stream, gumbel, row_keys, uniform
 from jaxinfer.kernels.sampling.reference import cut, draw, keep_top_k, keep_top_p
 from jaxinfer.sampling import sample_cut, sample_full, sample_plain
@@ -28,10 +28,10 @@ cut_only = jax.jit(sample_cut)
 
 
 @jax.jit
-def run_process(logits, features: Features, positions, temperature):
+def run_process(logits, carry: Carry, features: Features, positions):
     """The whole pipeline up to the choice."""
     adjusted = adjust(logits, features, positions)
-    return cut(adjusted, temperature, min_p=features.min_p, top_k=features.top_k, top_p=features.top_p)
+    return cut(adjusted, carry.temperature, min_p=carry.min_p, top_k=carry.top_k, top_p=carry.top_p)
 
 
 def make_request(params: SamplingParams, prompt=(1, 2, 3), output=(), end_ids=(), bad_words=(), seed=0) -> Request:
@@ -68,6 +68,9 @@ def state(requests: list[Request]) -> tuple[Carry, Features, Rows]:
         num_computed=jnp.array([r.num_tokens - 1 for r in requests], jnp.int32),
         temperature=jnp.array([r.params.temperature for r in requests], jnp.float32),
         seeds=jnp.array([[r.seed & 0xFFFFFFFF, r.seed >> 32] for r in requests], jnp.uint32),
+        min_p=jnp.array([cut_values(r.params)["min_p"] for r in requests], jnp.float32),
+        top_k=jnp.array([cut_values(r.params)["top_k"] for r in requests], jnp.int32),
+        top_p=jnp.array([cut_values(r.params)["top_p"] for r in requests], jnp.float32),
         uses_features=jnp.array([r.params.needs_full_sampler for r in requests]),
     )
     rows = Rows(jnp.arange(count, dtype=jnp.int32), jnp.ones(count, bool), jnp.ones(count, jnp.int32))
@@ -110,10 +113,9 @@ def test_pipeline_equals_numpy_row_by_row(name):
     requests = [make_request(SamplingParams(**FEATURES[n]), (1, 2, 5), OUTPUT, ENDS, WORDS) for n in names]
     logits = (rng.standard_normal((len(requests), V)) * 3).astype(np.float32)
     logits[:, 40:50] = logits[:, 40:41]  # ties
-    _, features, _ = state(requests)
+    carry, features, _ = state(requests)
     positions = jnp.array([r.num_tokens for r in requests], jnp.int32)
-    temperature = jnp.array([r.params.temperature for r in requests], jnp.float32)
-    got = np.asarray(run_process(jnp.asarray(logits), features, positions, temperature))
+    got = np.asarray(run_process(jnp.asarray(logits), carry, features, positions))
     for row, request in enumerate(requests):
         want = process(logits[row], request.params, request.prompt_token_ids, request.output_token_ids, ENDS, WORDS)
         np.testing.assert_array_equal(np.isfinite(got[row]), np.isfinite(want), err_msg=names[row])
@@ -129,9 +131,9 @@ def test_distribution(name):
     params = SamplingParams(**{"temperature": 1.0, **FEATURES[name]})
     request = make_request(params, (1, 2, 5), OUTPUT, ENDS, WORDS)
     want = probabilities(process(logits, params, [1, 2, 5], list(OUTPUT), ENDS, WORDS))
-    _, features, _ = state([request])
+    carry, features, _ = state([request])
     position = jnp.array([request.num_tokens], jnp.int32)
-    scaled = run_process(jnp.asarray(logits[None]), features, position, jnp.array([params.temperature], jnp.float32))
+    scaled = run_process(jnp.asarray(logits[None]), carry, features, position)
     count = 20_000
     seeds = jnp.stack([jnp.arange(count, dtype=jnp.uint32), jnp.zeros(count, jnp.uint32)], axis=1)
     draws = jax.jit(draw)(jnp.broadcast_to(scaled, (count, V)), seeds, jnp.full(count, 17, jnp.int32))
@@ -208,13 +210,23 @@ def test_rows_that_are_only_cut_take_the_full_programs_tokens():
     requests = [make_request(SamplingParams(**kind), seed=7 + n) for n, kind in enumerate(kinds)]
     logits = (np.random.default_rng(4).standard_normal((len(kinds), V)) * 2).astype(np.float32)
     expected = choose_all(requests, logits, 20)
-    carry, features, rows = state(requests)
-    features = dataclasses.replace(features, top_k=features.top_k.at[1].set(1))  # a former owner's
+    carry, _, rows = state(requests)
     for step in range(20):
-        carry, output = cut_only(carry, features, jnp.asarray(logits), rows)
+        carry, output = cut_only(carry, jnp.asarray(logits), rows)
         np.testing.assert_array_equal(np.asarray(output.tokens), expected[step])
     assert carry.num_computed.tolist() == [request.num_tokens + 19 for request in requests]
     np.testing.assert_array_equal(carry.last_tokens, expected[-1])
+
+
+def test_rows_that_use_no_feature_are_passed_by_a_former_owners():
+    requests = [make_request(SamplingParams(), seed=5), make_request(SamplingParams(logit_bias={3: 1.0}), seed=6)]
+    logits = (np.random.default_rng(4).standard_normal((2, V)) * 2).astype(np.float32)
+    carry, features, rows = state(requests)
+    former = dataclasses.replace(features, bias_values=features.bias_values.at[:, 0].set(90.0))
+    former = dataclasses.replace(former, bias_ids=former.bias_ids.at[:, 0].set(77))
+    tokens = full(carry, former, jnp.asarray(logits), rows)[2].tokens
+    assert tokens[0] == plain(carry, jnp.asarray(logits), rows)[1].tokens[0] != 77
+    assert tokens[1] == 77
 
 
 def test_implementations_are_named():
@@ -350,8 +362,8 @@ def test_penalties_by_where_a_token_stands():
         ("presence_penalty", 1.0, {9}, -1.0),
     ]:
         request = make_request(SamplingParams(**{name: value}), (1, 2, 3), (9, 9))
-        _, features, _ = state([request])
-        out = np.asarray(run_process(logits, features, jnp.array([5], jnp.int32), jnp.array([1.0])))[0]
+        carry, features, _ = state([request])
+        out = np.asarray(run_process(logits, carry, features, jnp.array([5], jnp.int32)))[0]
         assert set(np.flatnonzero(out < 0)) == touched
         assert out[9] == pytest.approx(change)
 
