@@ -23,6 +23,13 @@ def test_a_step_copies_no_cache(shape: BatchShape, cache_dtype: str) -> None:
     check_in_place(compiled, cache)
 
 
+def test_a_burst_copies_no_cache() -> None:
+    """Nor does the loop that it is, around its steps or inside them."""
+    compiled, cache = compile_step(h200(), DECODE, KERNELS, num_blocks=NUM_BLOCKS, decode_steps=4)
+    check_in_place(compiled, cache)
+    assert " while(" in compiled.as_text()
+
+
 def test_what_lies_between_projection_and_attention_is_one_kernel() -> None:
     """A decode layer has two of our kernels, and five fusions fewer than with the reference's writes."""
     apart, fused = (

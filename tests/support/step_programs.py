@@ -37,8 +37,12 @@ def compile_step(
     num_layers: int = 2,
     num_blocks: int = 2000,
     cache_dtype: str = "bfloat16",
+    decode_steps: int = 1,
 ) -> tuple[jax.stages.Compiled, jax.ShapeDtypeStruct]:
-    """A step of a model of Qwen3-8B's sizes in bfloat16, and the shape of one of its caches on a device."""
+    """A step of a model of Qwen3-8B's sizes in bfloat16, and the shape of one of its caches on a device.
+
+    With more than one of `decode_steps`, it is a burst of so many.
+    """
     config = ModelConfig(num_layers=num_layers, **QWEN3_8B)
     cut = divide(config, where if isinstance(where, jax.sharding.Mesh) else None)
     model = build_model(cut, "bfloat16", kernels)  # pyright: ignore[reportArgumentType]
@@ -53,8 +57,9 @@ def compile_step(
         cache_dtype=cache_dtype,
         mesh=cut.mesh,
         message_rows=256,
+        decode_steps=decode_steps,
     )
-    key = programs.step_key(shape)
+    key = programs.step_key(shape) if decode_steps == 1 else programs.burst_key(shape)
     function, donated, arguments = programs._describe(key)
     page = programs.caches[0][0]
     if isinstance(where, jax.sharding.Mesh):

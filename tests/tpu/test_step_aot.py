@@ -29,3 +29,10 @@ def test_a_step_copies_no_cache(sharding: jax.sharding.Sharding, shape: BatchSha
     counts = count_kernels(compiled)
     print(dict(counts))
     assert counts["tpu_custom_call"] == 2 * num_kernels
+
+
+def test_a_burst_copies_no_cache(sharding: jax.sharding.Sharding) -> None:
+    kernels = Kernels("mosaic_tpu", "mosaic_tpu")
+    compiled, cache = compile_step(sharding, DECODE, kernels, num_blocks=NUM_BLOCKS, decode_steps=4)
+    check_in_place(compiled, cache)
+    assert " while(" in compiled.as_text()
