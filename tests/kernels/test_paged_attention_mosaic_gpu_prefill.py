@@ -142,7 +142,7 @@ def run(spec: Spec, params: PrefillParams, *, seed: int = 0) -> tuple[np.ndarray
             Spec((70,), (200,), num_heads=3, num_kv_heads=1, block_size=16, window=60, padding_rows=1),
             PrefillParams(num_sms=1, block_kv=64, q_buffers=1, take_turns=False),
         ),
-        (
+        pytest.param(
             Spec(
                 (20, 9),
                 (90, 100),
@@ -156,6 +156,7 @@ def run(spec: Spec, params: PrefillParams, *, seed: int = 0) -> tuple[np.ndarray
                 has_scales=True,
             ),
             PrefillParams(num_sms=2, block_kv=64),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             Spec((40,), (300,), num_heads=4, num_kv_heads=2, head_dim=128, block_size=256, cache_dtype=FP8),

@@ -32,7 +32,7 @@ def parameters(folder: str, dtype: str) -> list[jax.Array]:
     return load_weights(EngineConfig(), checkpoint, config, build_model(config, dtype), jax.devices()[0])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_same_bits_and_answers(tmp_path, dtype):
     source = write_model(tmp_path / "m", seed=2)
     (source / "generation_config.json").write_text('{"eos_token_id": [7], "temperature": 0.5}')
