@@ -142,6 +142,20 @@ def test_every_way_to_sample(kv_heads, tmp_path):
             compare_logprobs(one[2], other[2])
 
 
+@pytest.mark.slow
+def test_bursts_and_two_steps_in_flight(tmp_path):
+    """Several decode steps in one program over four devices, at depth 2: the tokens of single steps on one."""
+    folder = write_model(tmp_path / "m", qwen3_config(num_attention_heads=8), seed=9, with_tokenizer=False)
+    prompts, params = [[1, 2, 3], [4, 5]], [SamplingParams(temperature=t, seed=3, max_tokens=30) for t in (0.0, 0.9)]
+    alone = run(folder, None, prompts, params)
+    settings = {**SETTINGS, "decode_steps": 4, "depth": 2}
+    with LLM(str(folder), mesh="tensor=4", **settings) as llm:
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
+        names = llm.engine.runner.programs.stats.names
+    assert [output.token_ids for output in outputs] == [answer[0] for answer in alone]
+    assert any(name.startswith("steps-4") for name in names)
+
+
 def compare_logprobs(one, other):
     assert (one is None) == (other is None)
     for first, second in zip(one or (), other or (), strict=True):
