@@ -121,6 +121,7 @@ PARAMS = [
     SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True),
     SamplingParams(temperature=1.3, seed=2, max_tokens=12, ignore_eos=True),
     SamplingParams(temperature=0.9, seed=3, top_k=9, top_p=0.9, min_p=0.01, logprobs=3, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=5, top_k=9, top_p=0.9, max_tokens=12, ignore_eos=True),
     SamplingParams(temperature=0.0, presence_penalty=0.6, repetition_penalty=1.3, logit_bias={7: 2.0}, max_tokens=12),
     SamplingParams(temperature=0.0, prompt_logprobs=2, logprobs=0, max_tokens=2, ignore_eos=True),
     SamplingParams(temperature=1.0, seed=4, allowed_token_ids=[3, 140, 249], max_tokens=6, ignore_eos=True),
