@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.core import RequestOutput, SamplingParams
-from jaxinfer.engine import Engine
+from jaxinfer.engine import Engine, Replicas, open_engine
 from jaxinfer.engine.requests import Prompt
 from jaxinfer.engine.state import RequestState
 from jaxinfer.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class LLM:
     def __init__(
         self, model: str = "smollm2", *, on_compile: Callable[[int, bool], None] | None = None, **kwargs: Any
     ) -> None:
-        self.engine = Engine(EngineConfig.from_kwargs(model=str(model), **kwargs), on_compile)
+        self.engine = open_engine(EngineConfig.from_kwargs(model=str(model), **kwargs), on_compile)
 
     @property
     def config(self) -> EngineConfig:
@@ -188,9 +188,10 @@ class LLM:
     def __repr__(self) -> str:
         config, model = self.config, self.engine.model
         tokens = ((config.num_blocks or 1) - 1) * (config.block_size or 0)
+        each = f" on each of {self.engine.num_replicas} replicas" if self.engine.num_replicas > 1 else ""
         return (
             f"LLM({config.model!r}: {model.architecture}, {model.num_layers} layers, {config.dtype}, "
-            f"max_model_len {config.max_model_len}, cache {tokens} tokens)"
+            f"max_model_len {config.max_model_len}, cache {tokens} tokens{each})"
         )
 
     @property
@@ -222,7 +223,7 @@ class LLM:
         try:
             self.engine.submit(states)
             for state in states:
-                while not state.is_finished:
+                while not state.outputs:  # there is one when it has ended
                     drive(self.engine, state)
                 yield state.outputs[-1]
         finally:
@@ -235,7 +236,7 @@ class RequestStream:
     A class, not a generator: a generator that was never started would not run its clean-up.
     """
 
-    def __init__(self, engine: Engine, state: RequestState) -> None:
+    def __init__(self, engine: Engine | Replicas, state: RequestState) -> None:
         self._engine = engine
         self._state = state
         self._is_over = False
@@ -262,7 +263,7 @@ class RequestStream:
         self._engine.abandon(self._state)
 
 
-def drive(engine: Engine, state: RequestState) -> None:
+def drive(engine: Engine | Replicas, state: RequestState) -> None:
     """Steps the engine unless another thread just gave this request something."""
     with engine.lock:
         if state.outputs or state.is_finished:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 import jaxinfer
 from jaxinfer.core import SamplingParams
-from jaxinfer.engine import Engine
+from jaxinfer.engine import Engine, Replicas
 from jaxinfer.engine.state import RequestState
 from jaxinfer.llm import LLM
 from jaxinfer.metrics.floor import Floor, Limits, find_floor
@@ -62,15 +62,17 @@ class Subject:
 
     @property
     def num_devices(self) -> int:
-        mesh = self.llm.engine.runner.programs.mesh
-        return 1 if mesh is None else mesh.size
+        return self.llm.engine.num_devices
 
     @property
     def limits(self) -> Limits:
-        config = self.llm.config
+        """Of all replicas together."""
+        config, count = self.llm.config, self.llm.engine.num_replicas
         assert config.max_num_seqs is not None
         assert config.max_num_batched_tokens is not None
-        return Limits(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
+        return Limits(
+            max_num_seqs=count * config.max_num_seqs, max_num_batched_tokens=count * config.max_num_batched_tokens
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def load_subject(config: str | None, options: dict[str, Any]) -> Subject:
 # -- running -------------------------------------------------------------------------------------
 
 
-def drive(engine: Engine, jobs: Sequence[Job], params: SamplingParams) -> list[RequestRecord]:
+def drive(engine: Engine | Replicas, jobs: Sequence[Job], params: SamplingParams) -> list[RequestRecord]:
     """Submits each job when it is due and steps the engine until all have ended, from one thread.
 
     A job's record counts from the moment it was due, so waiting for a step in progress and in the queue are included,
@@ -149,17 +151,18 @@ def drive(engine: Engine, jobs: Sequence[Job], params: SamplingParams) -> list[R
     return records
 
 
-def _make(engine: Engine, job: Job, params: SamplingParams) -> RequestState:
+def _make(engine: Engine | Replicas, job: Job, params: SamplingParams) -> RequestState:
     return engine.make(job.prompt_token_ids, dataclasses.replace(params, max_tokens=job.output_len))
 
 
 def _note(record: RequestRecord, state: RequestState, start: float) -> bool:
     """Adds what the last step gave to a request; True when the request has ended."""
+    has_ended = bool(state.outputs)  # asked first: a replica's thread may add to the rest meanwhile
     answer = state.answers[0]
     timeline, request = answer.timeline, answer.request
     if timeline.last_token is not None and timeline.num_output_tokens != record.num_output_tokens:
         record.events.append((timeline.last_token - start, timeline.num_output_tokens))
-    if not request.is_finished:
+    if not has_ended:
         return False
     record.num_cached_tokens = max(request.num_cached_tokens, 0)
     record.num_preemptions = request.epoch

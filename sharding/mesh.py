@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 AXES = ("data", "pipe", "expert", "tensor")
 """All axes, the outermost first: neighbouring devices, which talk fastest, share a tensor axis."""
-IMPLEMENTED = ("tensor",)
+IMPLEMENTED = ("data", "tensor")
 """Axes that an engine can be run over; the others must have one place."""
 
 
@@ -93,6 +93,13 @@ def _with_all_axes(mesh: Mesh) -> Mesh:
     order = [mesh.axis_names.index(name) for name in AXES if name in mesh.axis_names]
     shape = [mesh.shape.get(name, 1) for name in AXES]
     return Mesh(np.transpose(mesh.devices, order).reshape(shape), AXES)
+
+
+def replica_meshes(mesh: Mesh | None) -> list[Mesh | None]:
+    """One mesh a place on the data axis, each with the other axes whole."""
+    if mesh is None or mesh.shape["data"] == 1:
+        return [mesh]
+    return [Mesh(mesh.devices[place : place + 1], mesh.axis_names) for place in range(mesh.shape["data"])]
 
 
 def tensor_axis(mesh: Mesh | None) -> str | None:

@@ -71,7 +71,10 @@ def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: N
         model_config = parse_config(checkpoint.config, checkpoint.generation_config, config.hf_overrides)
         tokenizer = open_tokenizer(config, checkpoint)
     folder = _enable_compile_cache(config.compile_cache)
-    cut = divide(model_config, resolve_mesh(config.mesh))
+    mesh = resolve_mesh(config.mesh)
+    if mesh is not None and mesh.shape["data"] > 1:
+        raise ValueError(f"an Engine is one replica of data={mesh.shape['data']}: use LLM, or open_engine")
+    cut = divide(model_config, mesh)
     devices = [jax.devices()[0]] if cut.mesh is None else list(cut.mesh.devices.flat)
     device = devices[0]
     config = config.resolve(jax.default_backend(), model_config.max_position_embeddings)

@@ -74,6 +74,13 @@ class Engine:
         except (ValueError, TypeError) as error:
             raise ValueError(f"generation_config.json of {self.config.model}: {error}") from None
 
+    num_replicas = 1
+
+    @property
+    def num_devices(self) -> int:
+        mesh = self.runner.programs.mesh
+        return 1 if mesh is None else mesh.size
+
     # -- requests ---------------------------------------------------------------------------------
 
     def make(
@@ -116,11 +123,20 @@ class Engine:
         while self._abandoned:
             self._end(self._abandoned.popleft(), FinishReason.ABORT)
 
-    def abort_all(self) -> None:
-        """Ends every live request."""
+    def abort_all(self, error: str | None = None) -> None:
+        """Ends every live request, with an error if there is one to tell."""
         with deferred_interrupts(), self.lock:
-            for state, _ in list(self._live.values()):
-                self._end(state, FinishReason.ABORT)
+            for state in self.live_states():
+                state.error = error if state.error is None else state.error
+                self._end(state, FinishReason.ABORT if error is None else FinishReason.ERROR)
+
+    def live_states(self) -> list[RequestState]:
+        """Every request that has not ended, as of now. Takes no lock, so it waits for no step in progress."""
+        return list(dict.fromkeys(state for state, _ in list(self._live.values())))
+
+    def num_known_tokens(self, request: Request) -> int:
+        """Tokens at a request's beginning that are cached. Takes no lock: a hint, which eviction may overtake."""
+        return 0 if request.params.prompt_logprobs is not None else self._cache.lookup(request).num_tokens
 
     def find(self, request_id: str) -> RequestState | None:
         """The live request with this id."""

@@ -41,7 +41,8 @@ class ExecutableCache:
         self.num_loaded = 0
         self._devices = devices
         device = devices[0]
-        facts = (len(devices), jax.__version__, version("jaxlib"), device.client.platform_version, device.device_kind)
+        ids = [each.id for each in devices]  # a stored program runs where it was compiled for
+        facts = (ids, jax.__version__, version("jaxlib"), device.client.platform_version, device.device_kind)
         self._digest = hashlib.sha256(repr((facts, source_digest(), *ingredients)).encode()).hexdigest()
 
     def load(self, name: str, arguments: Any, results: Any) -> jax.stages.Compiled | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
 
 @dataclass
@@ -33,3 +34,26 @@ class EngineStats:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass
+class ReplicatedStats(EngineStats):
+    """Of several engines with the same model and settings: sums, the cache's share of all blocks, the least
+    `max_model_len`, and each one's numbers."""
+
+    num_failed_replicas: int = 0
+    replicas: list[EngineStats] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, parts: Sequence[EngineStats], num_failed: int) -> Self:
+        """The engines' numbers together; `num_failed` of them are out of use."""
+        totals = {
+            name: sum(vars(part)[name] for part in parts)
+            for name, value in vars(parts[0]).items()
+            if isinstance(value, int | float)
+        }
+        used = sum(part.kv_cache_usage_perc * part.num_blocks for part in parts)
+        same = {"block_size": parts[0].block_size, "kernels": parts[0].kernels}
+        same |= {"max_model_len": min(part.max_model_len for part in parts)}
+        same |= {"kv_cache_usage_perc": used / max(totals["num_blocks"], 1)}
+        return cls(**{**totals, **same}, num_failed_replicas=num_failed, replicas=list(parts))
