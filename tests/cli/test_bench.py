@@ -255,6 +255,17 @@ def test_a_named_shape_has_random_weights_and_no_tokenizer(capsys, monkeypatch):
     assert (report["engine"]["mesh"], report["device"]["count"]) == ("tensor=2", 2)
 
 
+@pytest.mark.slow
+def test_replicas_are_measured_as_one(flags, capsys):
+    """A batch may be as large as all replicas run at once; counts are of all, and every token is noted."""
+    more = ["--batch-size", "6", "--input-len", "5", "--output-len", "5", "--iterations", "3"]
+    report = report_of("latency", [*flags, "--mesh", "data=2,tensor=2"], capsys, *more)
+    assert (report["engine"]["mesh"], report["device"]["count"]) == ("data=2,tensor=2", 4)
+    assert report["engine"]["max_num_seqs"] == 3
+    measured = report["measured"]["throughput"]
+    assert (measured["num_failed"], measured["num_output_tokens"]) == (0, 6 * 5 * 3)
+
+
 def test_failed_requests_are_counted_and_told(flags, capsys, monkeypatch):
     def drive(engine, jobs, params, real=measure.drive):
         records = real(engine, jobs, params)
@@ -293,7 +304,7 @@ MISTAKES = {
     "json": ("latency", ["--json", "/nonexistent/t"], "--json /nonexistent/t: it cannot be written"),
     "temperature": ("latency", ["--temperature", "-1"], "temperature must be a finite number >= 0"),
     "setting": ("latency", ["--depth", "0"], "depth must be an integer of at least 1"),
-    "mesh": ("latency", ["--mesh", "data=2"], "mesh axis data=2 is not supported yet"),
+    "mesh": ("latency", ["--mesh", "pipe=2"], "mesh axis pipe=2 is not supported yet"),
     "config and model": ("latency", ["--config", "8b"], "give one of them"),
     "too long": ("latency", ["--input-len", "2000"], "request 0 has 2000 + 128 tokens; max_model_len is 2032"),
     "batch": ("latency", ["--batch-size", "5"], "--batch-size 5 needs --max-num-seqs 5; it is 3"),

@@ -54,6 +54,17 @@ def test_several_prompts_keep_their_order(flags, capsys):
     assert out.index("[0] ") < out.index("[1] ")
 
 
+@pytest.mark.slow
+def test_replicas_answer_alike(flags, capsys):
+    outputs = []
+    for mesh in ([], ["--mesh", "data=2"]):
+        assert call([*flags, *mesh], "--prompt", "one", "--prompt", "two", "--max-tokens", "3") == 0
+        outputs.append(capsys.readouterr().out)
+        assert call([*flags, *mesh], "--prompt", "three", "--max-tokens", "3") == 0  # streamed
+        outputs[-1] += capsys.readouterr().out
+    assert outputs[0] == outputs[1]
+
+
 def test_json_is_one_object_a_line(flags, capsys):
     assert call(flags, "--prompt", "one", "--prompt", "two", "--max-tokens", "3", "--json", "--logprobs", "1") == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
