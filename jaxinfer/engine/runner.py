@@ -113,9 +113,11 @@ class Runner:
         """Sends plans to the device: with one call if they are decode steps that fit the first one's bucket, and as
         many as the program runs, else one by one.
         """
+        if len(plans) < max(2, self.programs.decode_steps):
+            return [self.dispatch(plan) for plan in plans]
         shape = self.ladder.fit(plans[0].num_tokens, plans[0].num_rows)
         fits = all(self._may_burst(plan) and plan.num_rows <= shape.num_rows for plan in plans)
-        if not (fits and len(plans) == self.programs.decode_steps and self.programs.has_burst(shape)):
+        if not (fits and self.programs.has_burst(shape)):
             return [self.dispatch(plan) for plan in plans]
         layout = self._layout(shape)
         tokens = self._run_burst(shape, np.stack([inputs.pack(plan, layout, self.shapes.num_slots) for plan in plans]))
