@@ -99,6 +99,16 @@ def count_kernels(compiled: jax.stages.Compiled) -> collections.Counter[str]:
     return counts
 
 
+def check_collectives(compiled: jax.stages.Compiled) -> None:
+    """What a divided step of two layers sends, where XLA makes all of its sums."""
+    counts = count_kernels(compiled)
+    print(dict(counts))
+    # two layers, the embedding, the largest logit; then the candidates
+    assert counts["all-reduce"] + counts["all-reduce-start"] == 2 * 2 + 1 + 1
+    assert counts["all-gather"] + counts["all-gather-start"] == 1
+    assert counts["all-to-all"] + counts["collective-permute"] + counts["collective-permute-start"] == 0
+
+
 def added_by_a_layer(
     where: jax.sharding.Sharding | jax.sharding.Mesh, shape: BatchShape, kernels: Kernels, num_blocks: int
 ) -> dict[str, int]:
