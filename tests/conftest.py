@@ -15,6 +15,7 @@ import tempfile
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; all else runs on the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -33,6 +34,19 @@ def _free_programs():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _compile_anew(request: pytest.FixtureRequest):
+    """A program for a device that is not there can be stored, but not loaded: it is compiled each time."""
+    if request.node.get_closest_marker("aot") is None:
+        yield
+        return
+    compilation_cache.reset_cache()  # which remembers whether it is in use
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")
