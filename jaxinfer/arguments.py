@@ -47,9 +47,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kernels", choices=KERNELS, default="auto", help="'reference' forces plain jnp")
     group.add_argument("--policy", choices=("fcfs", "priority"), help="order of waiting prompts (fcfs)")
     group.add_argument("--profile", metavar="DIR", help="write a trace of the device there, and print a summary")
-    group.add_argument("--depth", type=int, metavar="N", help="steps in flight (1 on CPU, else 2)")
+    group.add_argument("--depth", type=int, metavar="N", help="steps in flight (1 on CPU, else 2; more with pipe=N)")
     group.add_argument("--decode-steps", type=int, metavar="N", help="decode steps a program runs at once")
     group.add_argument("--mesh", metavar="AXIS=N,...", help="devices to divide the model among, as in tensor=2")
+    group.add_argument(
+        "--pipe-layers", type=_numbers, metavar="N,...", help="layers of each stage of pipe=N (default: even)"
+    )
 
 
 def prepare_backend(args: argparse.Namespace) -> None:
@@ -148,6 +151,13 @@ def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> Sampl
     if "max_tokens" not in chosen and defaults.max_tokens == SamplingParams.max_tokens:
         chosen["max_tokens"] = max(128, chosen.get("min_tokens", 0))
     return dataclasses.replace(defaults, **chosen)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 18,18") from None
 
 
 def _bias(text: str) -> tuple[int, float]:

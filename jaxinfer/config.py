@@ -161,7 +161,8 @@ class EngineConfig:
         None is off.
       hf_overrides: keys of the model's config.json to replace; None as a value removes the key.
       mesh: devices to run on: sizes of named axes, as in "tensor=2", or a `jax.sharding.Mesh` with such axes; None is
-        the default device. Weights, KV cache and vocabulary are divided along the axis "tensor".
+        the default device. Weights, KV cache and vocabulary are divided along the axis "tensor", layers along "pipe".
+      pipe_layers: layers of each stage of the axis "pipe"; None divides them evenly.
     """
 
     model: str = "smollm2"
@@ -186,6 +187,7 @@ class EngineConfig:
     compile_cache: str | None = "auto"
     hf_overrides: dict[str, Any] | None = None
     mesh: Any = None
+    pipe_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         choices = {"dtype": ("auto", *DTYPES), "kv_cache_dtype": KV_CACHE_DTYPES, "load_format": LOAD_FORMATS,
@@ -205,6 +207,11 @@ class EngineConfig:
             raise ValueError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
         if self.mesh is not None and not isinstance(self.mesh, str) and not hasattr(self.mesh, "axis_names"):
             raise ValueError(f"mesh must be text such as 'tensor=2' or a jax.sharding.Mesh, got {self.mesh!r}")
+        layers = self.pipe_layers
+        if layers is not None and not (
+            isinstance(layers, tuple | list) and layers and all(type(number) is int and number > 0 for number in layers)
+        ):
+            raise ValueError(f"pipe_layers must be positive integers, one a stage, got {layers!r}")
         if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed must be an integer of at most 64 bits, got {self.seed!r}")
 

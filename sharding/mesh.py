@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 AXES = ("data", "pipe", "expert", "tensor")
 """All axes, the outermost first: neighbouring devices, which talk fastest, share a tensor axis."""
-IMPLEMENTED = ("data", "tensor")
+IMPLEMENTED = ("data", "pipe", "tensor")
 """Axes that an engine can be run over; the others must have one place."""
 
 
@@ -100,6 +100,13 @@ def replica_meshes(mesh: Mesh | None) -> list[Mesh | None]:
     if mesh is None or mesh.shape["data"] == 1:
         return [mesh]
     return [Mesh(mesh.devices[place : place + 1], mesh.axis_names) for place in range(mesh.shape["data"])]
+
+
+def stage_meshes(mesh: Mesh | None) -> list[Mesh | None]:
+    """One mesh a place on the pipe axis, each with the other axes whole."""
+    if mesh is None or mesh.shape["pipe"] == 1:
+        return [mesh]
+    return [Mesh(mesh.devices[:, place : place + 1], mesh.axis_names) for place in range(mesh.shape["pipe"])]
 
 
 def tensor_axis(mesh: Mesh | None) -> str | None:

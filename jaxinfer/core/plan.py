@@ -84,6 +84,7 @@ class StepPlan:
     needs_full_sampler: bool = False  # of the rows that sample, one does
     uses_cuts: bool = False  # the same
     wants_logprobs: bool = False  # the same
+    group: int = 0  # whose turn it was: all rows' slots are of this group
     _rows: list[PlanRow] | None = None
 
     @property

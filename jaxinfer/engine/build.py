@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from jaxinfer.config import EngineConfig, Kernels, ModelConfig
 from jaxinfer.engine.buckets import BucketLadder
 from jaxinfer.engine.executables import ExecutableCache
 from jaxinfer.engine.memory import Device, MemoryAccount, estimate_temporaries, fullest, size_pool
-from jaxinfer.engine.programs import Programs
+from jaxinfer.engine.pipeline import Pipeline
+from jaxinfer.engine.programs import Key, Programs
 from jaxinfer.engine.runner import Runner
 from jaxinfer.kernels import all_reduce, kv_update, paged_attention, sampling
 from jaxinfer.loaders import Checkpoint, Dummy, OrbaxFolder, dummy_weights, fill_weights, open_checkpoint
-from jaxinfer.models import DenseModel, Partition, build_model, divide, find_family, parse_config
+from jaxinfer.models import DenseModel, Partition, build_model, cut_stages, divide, find_family, parse_config
 from jaxinfer.models.partition import own_place, own_shape, widen
 from jaxinfer.scheduler import resolve_max_model_len
 from jaxinfer.sharding.mesh import resolve_mesh
@@ -51,8 +52,8 @@ class Parts:
     config: EngineConfig  # resolved; max_model_len and num_blocks are numbers
     model: ModelConfig
     tokenizer: Tokenizer | None
-    runner: Runner
-    account: MemoryAccount
+    runner: Runner | Pipeline
+    account: MemoryAccount  # of the devices that hold fewest blocks
     attention: str  # implementations
 
 
@@ -74,82 +75,130 @@ def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: N
     mesh = resolve_mesh(config.mesh)
     if mesh is not None and mesh.shape["data"] > 1:
         raise ValueError(f"an Engine is one replica of data={mesh.shape['data']}: use LLM, or open_engine")
-    cut = divide(model_config, mesh)
-    devices = [jax.devices()[0]] if cut.mesh is None else list(cut.mesh.devices.flat)
-    device = devices[0]
-    config = config.resolve(jax.default_backend(), model_config.max_position_embeddings)
-    kernels = choose_kernels(config, cut.local, device)
-    if config.kernels != "reference" and message_rows(config, cut, device):
-        kernels = dataclasses.replace(kernels, all_reduce="mosaic_gpu")
-    model = build_model(cut, config.dtype, kernels)
-    if config.decode_steps is None:
-        num_bytes = device_bytes(nnx.state(model)) // len(devices)
-        is_small = device.platform != "cpu" and num_bytes < SMALL_MODEL_BYTES
-        config = dataclasses.replace(config, decode_steps=4 if is_small else 1)
-    ladder = _ladder(config)
-    asked, weights, needed, others = config, None, None, None
+    stages = [_stage(cut, config) for cut in cut_stages(model_config, mesh, config.pipe_layers)]
+    config = _resolve(config, stages)
+    ladder = _ladder(config, len(stages))
+    asked, is_loaded = config, False
     while True:
-        programs, account = _size(asked, cut, model, ladder, devices, needed, others)
-        others = account.others
-        config = dataclasses.replace(asked, max_model_len=programs.shapes.max_len, num_blocks=account.num_blocks)
-        if folder is not None and device.platform != "cpu":
-            flags = os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS")
-            sizes = programs.shapes, programs.caches[0], programs.channel, config.dtype, config.block_size
-            programs.saved = ExecutableCache(folder / "programs", (flags, model_config, kernels, sizes), *devices)
-        keys = programs.keys(ladder.shapes) if config.warmup == "full" else []
-        if keys:
-            on_compile(len(keys), False)
+        account = _size(asked, stages, ladder)
+        num_tokens = (account.num_blocks - 1) * (config.block_size or 0)
+        longest = resolve_max_model_len(asked.max_model_len, model_config.max_position_embeddings, num_tokens)
+        config = dataclasses.replace(asked, max_model_len=longest, num_blocks=account.num_blocks)
+        keys = []
+        for stage in stages:
+            stage.programs = _programs(config, stage, ladder, account.num_blocks, longest)
+            stage.programs.saved = _saved(folder, config, stage)
+            keys.append(stage.programs.keys(ladder.shapes) if config.warmup == "full" else [])
+        if any(keys):
+            on_compile(sum(map(len, keys)), False)
         with ThreadPoolExecutor(max_workers=1) as background:
-            compiling = background.submit(programs.compile, keys, lambda key: on_compile(0, True))
-            weights = weights or load_weights(config, checkpoint, cut, model, device)
+            compiling = background.submit(_compile, stages, keys, lambda key: on_compile(0, True))
+            for stage in [] if is_loaded else stages:
+                stage.weights = load_weights(config, checkpoint, stage.cut, stage.model, stage.devices[0])
+            is_loaded = True
             compiling.result()
-        if not keys or device.platform == "cpu":
+        if not any(keys) or jax.default_backend() == "cpu":
             break
-        needed = programs.largest_temporaries(ladder.shapes)
-        if needed <= account.temporaries or asked.num_blocks is not None:
-            account = dataclasses.replace(account, temporaries=needed)
+        needed = [stage.programs.largest_temporaries(ladder.shapes) for stage in stages]
+        is_enough = all(most <= stage.account.temporaries for most, stage in zip(needed, stages, strict=True))
+        for most, stage in zip(needed, stages, strict=True):
+            stage.temporaries, stage.account = most, dataclasses.replace(stage.account, temporaries=most)
+        if is_enough or asked.num_blocks is not None:
+            account = _tightest(stages)
             break
-        LOGGER.info("programs need %d bytes beside the KV cache, not %d: sizing again", needed, account.temporaries)
+        LOGGER.info("programs need %s bytes beside the KV cache: sizing again", ", ".join(map(str, needed)))
     _tell_lowered(asked, config, model_config)
     LOGGER.info("device memory:\n%s", account.describe())
-    runner = Runner(weights, programs, ladder)
-    return Parts(config, model_config, tokenizer, runner, account, str(kernels))
+    runners = [Runner(stage.weights, stage.programs, ladder) for stage in stages]
+    runner = runners[0] if len(runners) == 1 else Pipeline(runners)
+    return Parts(config, model_config, tokenizer, runner, account, str(stages[-1].model.kernels))
 
 
-def _size(
-    config: EngineConfig,
-    cut: Partition,
-    model: DenseModel,
-    ladder: BucketLadder,
-    devices: list[Device],
-    temporaries: int | None,
-    others: int | None,
-) -> tuple[Programs, MemoryAccount]:
-    """The pool's size and the programs of that size; an unknown need for temporaries is estimated.
+@dataclass
+class Stage:
+    """A model, or one of its stages, while it is built."""
 
-    All bytes are one device's: every device of a mesh holds as much.
+    cut: Partition
+    model: DenseModel
+    devices: list[Device]
+    temporaries: int | None = None  # known when programs are compiled
+    account: MemoryAccount = field(init=False)
+    programs: Programs = field(init=False)
+    weights: list[jax.Array] = field(init=False)
+
+
+def _stage(cut: Partition, config: EngineConfig) -> Stage:
+    devices = [jax.devices()[0]] if cut.mesh is None else list(cut.mesh.devices.flat)
+    config = config.resolve(jax.default_backend(), cut.model.max_position_embeddings)
+    kernels = choose_kernels(config, cut.local, devices[0])
+    if config.kernels != "reference" and message_rows(config, cut, devices[0]):
+        kernels = dataclasses.replace(kernels, all_reduce="mosaic_gpu")
+    return Stage(cut, build_model(cut, config.dtype, kernels), devices)
+
+
+def _resolve(config: EngineConfig, stages: list[Stage]) -> EngineConfig:
+    """Fills automatic values that depend on platform, model and mesh.
+
+    Raises:
+      ValueError: what a pipeline cannot do.
     """
-    assert config.block_size is not None
-    longest = config.max_model_len or cut.model.max_position_embeddings
-    draft = _programs(config, cut, model, ladder, 2, longest)
-    if temporaries is None:
-        temporaries = draft.largest_temporaries(ladder.shapes)
-        temporaries += estimate_temporaries(cut.local, ladder.shapes[0], config, gathered_vocab=cut.whole.vocab_size)
-    account = size_pool(
-        config,
-        cut.local,
-        weights=device_bytes(draft.constants),
-        temporaries=temporaries,
-        tables=device_bytes((draft.tables, draft.carry, draft.features)),
-        device=fullest(devices),
-        others=others,
-    )
-    max_model_len = resolve_max_model_len(
-        config.max_model_len,
-        cut.model.max_position_embeddings,
-        (account.num_blocks - 1) * config.block_size,
-    )
-    return _programs(config, cut, model, ladder, account.num_blocks, max_model_len), account
+    is_cpu, num_stages = jax.default_backend() == "cpu", len(stages)
+    if num_stages > 1:
+        if (config.decode_steps or 1) > 1:
+            raise ValueError(f"decode_steps={config.decode_steps} is not possible with pipe={num_stages}: only 1 is")
+        depth = config.depth or (num_stages if is_cpu else num_stages + 1)
+        config = dataclasses.replace(config, decode_steps=1, depth=depth)
+    config = config.resolve(jax.default_backend(), stages[0].cut.model.max_position_embeddings)
+    if config.decode_steps is None:
+        num_bytes = device_bytes(nnx.state(stages[0].model)) // len(stages[0].devices)
+        config = dataclasses.replace(config, decode_steps=4 if not is_cpu and num_bytes < SMALL_MODEL_BYTES else 1)
+    return config
+
+
+def _size(config: EngineConfig, stages: list[Stage], ladder: BucketLadder) -> MemoryAccount:
+    """Accounts of all stages; that of the one with room for the fewest blocks, which is what each will have.
+
+    An unknown need for temporaries is estimated. All bytes are one device's: every device of a stage holds as much.
+    """
+    longest = config.max_model_len or stages[0].cut.model.max_position_embeddings
+    for stage in stages:
+        cut, draft = stage.cut, _programs(config, stage, ladder, 2, longest)
+        if stage.temporaries is None:
+            estimate = estimate_temporaries(cut.local, ladder.shapes[0], config, gathered_vocab=cut.whole.vocab_size)
+            stage.temporaries = draft.largest_temporaries(ladder.shapes) + estimate
+            others = None
+        else:
+            others = stage.account.others
+        stage.account = size_pool(
+            config,
+            cut.local,
+            weights=device_bytes(draft.constants),
+            temporaries=stage.temporaries,
+            tables=device_bytes((draft.tables, draft.carry, draft.features)),
+            device=fullest(stage.devices),
+            others=others,
+        )
+    return _tightest(stages)
+
+
+def _tightest(stages: list[Stage]) -> MemoryAccount:
+    return min((stage.account for stage in stages), key=lambda account: account.num_blocks)
+
+
+def _saved(folder: Path | None, config: EngineConfig, stage: Stage) -> ExecutableCache | None:
+    """Where the stage's compiled programs are kept."""
+    if folder is None or stage.devices[0].platform == "cpu":
+        return None
+    cut, programs = stage.cut, stage.programs
+    flags = os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS")
+    sizes = programs.shapes, programs.caches[0], programs.channel, config.dtype, config.block_size
+    ingredients = (flags, cut.model, cut.first_layer, cut.whole.num_layers, stage.model.kernels, sizes)
+    return ExecutableCache(folder / "programs", ingredients, *stage.devices)
+
+
+def _compile(stages: list[Stage], keys: list[list[Key]], on_done: Callable[[Key], None]) -> None:
+    for stage, wanted in zip(stages, keys, strict=True):
+        stage.programs.compile(wanted, on_done)
 
 
 def _tell_lowered(asked: EngineConfig, config: EngineConfig, model_config: ModelConfig) -> None:
@@ -239,13 +288,26 @@ def load_weights(
     Each device gets its own part and nothing else; files are read by the part where their format allows it.
     """
     cut = divide(model_config, None) if isinstance(model_config, ModelConfig) else model_config
-    leaves: list[tuple[Any, Any]] = [(path, leaf.get_value()) for path, leaf in nnx.to_flat_state(nnx.state(model))]
+    leaves: list[tuple[Any, Any]] = [
+        (cut.path_in_model(path), leaf.get_value())  # pyright: ignore[reportArgumentType]
+        for path, leaf in nnx.to_flat_state(nnx.state(model))
+    ]
+    sources = find_family([cut.model.architecture]).sources(cut)
+    others = set(sources) - {path for path, _ in leaves}
+    assert not (others and cut.is_first and cut.is_last), f"the model has no {others}"
     shardings: list[Sharding] = [SingleDeviceSharding(device)] * len(leaves)
     if cut.mesh is not None:
         shardings = [leaf.sharding for leaf in abstract_parameters(model, cut.mesh)]
     if config.load_format == "dummy":
+        numbers = {path: number for number, path in enumerate(sorted(sources))}
         parameters = [
-            Dummy(leaf, own_shape(path, leaf.shape, cut), partial(own_place, path, partition=cut), path[-2:])
+            Dummy(
+                leaf,
+                own_shape(path, leaf.shape, cut),
+                partial(own_place, path, partition=cut),
+                path[-2:],
+                numbers[path],
+            )
             for path, leaf in leaves
         ]
         return dummy_weights(parameters, shardings, config.seed)
@@ -255,28 +317,27 @@ def load_weights(
         wide = {
             path: partial(widen, path, partition=cut) for (path, one), (_, leaf) in pairs if one.shape != leaf.shape
         }
-        return checkpoint.restore(own, shardings, wide)
-    sources = find_family([cut.model.architecture]).sources(cut)
+        return checkpoint.restore(own, shardings, wide, others)
     where = dict(zip([path for path, _ in leaves], shardings, strict=True))
-    return fill_weights(checkpoint, leaves, sources, where.__getitem__, is_tied=cut.model.tie_word_embeddings)
+    rest = [sources.pop(path) for path in others]
+    is_tied = cut.model.tie_word_embeddings
+    return fill_weights(checkpoint, leaves, sources, where.__getitem__, others=rest, is_tied=is_tied)
 
 
-def _ladder(config: EngineConfig) -> BucketLadder:
+def _ladder(config: EngineConfig, num_groups: int) -> BucketLadder:
+    """The buckets of a step: of one of the groups that take turns."""
     assert config.max_num_seqs is not None
     assert config.max_num_batched_tokens is not None
     assert config.block_size is not None
     platform = jax.default_backend()
-    return BucketLadder.make(platform, config.max_num_seqs, config.max_num_batched_tokens, config.block_size)
+    num_rows = -(-config.max_num_seqs // num_groups)
+    return BucketLadder.make(platform, num_rows, config.max_num_batched_tokens, config.block_size)
 
 
 def _programs(
-    config: EngineConfig,
-    cut: Partition,
-    model: DenseModel,
-    ladder: BucketLadder,
-    num_blocks: int,
-    max_model_len: int,
+    config: EngineConfig, stage: Stage, ladder: BucketLadder, num_blocks: int, max_model_len: int
 ) -> Programs:
+    cut = stage.cut
     assert config.max_num_seqs is not None
     assert config.block_size is not None
     shapes = DeviceShapes(
@@ -288,7 +349,7 @@ def _programs(
         max_tokens=max(shape.num_tokens for shape in ladder.shapes),
     )
     return Programs(
-        model,
+        stage.model,
         cut.whole,
         shapes,
         num_blocks=num_blocks,
@@ -297,7 +358,9 @@ def _programs(
         cache_dtype=config.cache_dtype,
         decode_steps=config.decode_steps or 1,
         mesh=cut.mesh,
-        message_rows=message_rows(config, cut, jax.devices()[0]),
+        message_rows=message_rows(config, cut, stage.devices[0]),
+        is_first=cut.is_first,
+        is_last=cut.is_last,
     )
 
 

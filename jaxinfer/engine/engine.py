@@ -19,7 +19,6 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.core import FinishReason, Request, SamplingParams, StepPlan
 from jaxinfer.engine.build import build
 from jaxinfer.engine.interrupts import deferred_interrupts
-from jaxinfer.engine.programs import Key
 from jaxinfer.engine.requests import Prompt, RequestFactory
 from jaxinfer.engine.runner import InFlight
 from jaxinfer.engine.state import Answer, RequestState, deliver
@@ -54,14 +53,16 @@ class Engine:
         assert self.config.num_blocks is not None
         assert self.config.max_model_len is not None
         assert self.config.depth is not None
-        self._most_ahead = (self.config.depth - 1) * self.runner.programs.decode_steps
+        self._most_ahead = (self.config.depth - 1) * self.runner.decode_steps
         self._cache = KVCacheManager(
             self.config.num_blocks,
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
         self._scheduler = Scheduler(
-            _limits(self.config), self._cache, lambda request: self._live[request][1].check_stop()
+            _limits(self.config, len(self.runner.stages)),
+            self._cache,
+            lambda request: self._live[request][1].check_stop(),
         )
         self.factory = RequestFactory(self.model, self.tokenizer, self.config.max_model_len, self.config.seed)
         self._check_generation_config()
@@ -78,8 +79,8 @@ class Engine:
 
     @property
     def num_devices(self) -> int:
-        mesh = self.runner.programs.mesh
-        return 1 if mesh is None else mesh.size
+        meshes = [stage.programs.mesh for stage in self.runner.stages]
+        return sum(1 if mesh is None else mesh.size for mesh in meshes)
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -182,9 +183,7 @@ class Engine:
         """The next step, or several: decode steps while nobody waits, which one program can run."""
         plans: list[StepPlan] = []
         while not plans or (
-            len(plans) < self.runner.programs.decode_steps
-            and not self._scheduler.waiting
-            and self.runner.may_burst(plans[-1])
+            len(plans) < self.runner.decode_steps and not self._scheduler.waiting and self.runner.may_burst(plans[-1])
         ):
             plan = self._scheduler.schedule()
             if plan.is_empty:
@@ -242,40 +241,37 @@ class Engine:
     def _warm_up(self) -> None:
         """Runs every program on padding: XLA captures a command buffer on the second run."""
         repeats = 1 if jax.default_backend() == "cpu" else 3
-        self.runner.warm_up(self.runner.programs.keys(self.runner.ladder.shapes), repeats)
-
-    def _announce(self, keys: list[Key]) -> None:
-        missing = self.runner.programs.missing(keys)
-        if missing:
-            self._on_compile(len(missing), False)
+        for stage in self.runner.stages:
+            stage.warm_up(stage.programs.keys(self.runner.ladder.shapes), repeats)
 
     def _compile_reachable(self) -> None:
         """Compiles the buckets that the live requests can reach, before any of them runs."""
         requests = list(self._scheduler.live_requests())
         shapes = self._reachable(requests)
-        programs = self.runner.programs
-        kinds = {"step", "steps", "admit"}
+        kinds = {"step", "steps", "relay", "receive", "admit"}
         for request in requests:
             kinds |= {"full", "features"} if request.params.needs_full_sampler else set()
             kinds |= {"cut"} if request.params.uses_cuts else set()
             kinds |= {"prompt"} if request.params.prompt_logprobs is not None else set()
-        keys = [key for key in programs.keys(shapes) if key[0] in kinds]
-        if self.config.enable_prefix_caching:
-            keys.append(("copy", programs.copy_sizes[0]))
-        self._announce(keys)
-        programs.compile(keys, lambda key: self._on_compile(0, True))
+        for programs in (stage.programs for stage in self.runner.stages):
+            keys = [key for key in programs.keys(shapes) if key[0] in kinds]
+            if self.config.enable_prefix_caching:
+                keys.append(("copy", programs.copy_sizes[0]))
+            missing = programs.missing(keys)
+            if missing:
+                self._on_compile(len(missing), False)
+            programs.compile(missing, lambda key: self._on_compile(0, True))
 
     def _reachable(self, requests: list[Request]) -> list[BatchShape]:
         ladder, budget = self.runner.ladder, self.config.max_num_batched_tokens
         assert budget is not None
-        assert self.config.max_num_seqs is not None
         if not requests:
             return []
         if len(requests) == 1:
             length = requests[0].num_tokens
             chunks = {min(budget, length), length % budget or budget, 1}
             return list({ladder.fit(chunk, 1) for chunk in chunks if chunk <= length})
-        rows = min(len(requests), self.config.max_num_seqs)
+        rows = min(len(requests), ladder.row_buckets[-1])
         tokens = min(budget, sum(request.num_tokens for request in requests))
         widest = ladder.fit(max(tokens, rows), rows)
         most = ladder.fit(rows, rows).num_rows
@@ -296,7 +292,8 @@ class Engine:
         """Counts and gauges as they are now."""
         with deferred_interrupts(), self.lock:
             self._reap()
-            counts, cache, programs = self._counts, self._cache, self.runner.programs
+            counts, cache = self._counts, self._cache
+            programs = [stage.programs for stage in self.runner.stages]
             counts.num_requests_running = len(self._scheduler.running)
             counts.num_requests_waiting = len(self._scheduler.waiting)
             counts.kv_cache_usage_perc = cache.usage
@@ -304,10 +301,10 @@ class Engine:
             counts.prefix_cache_queries = cache.stats.num_queried_tokens
             counts.prefix_cache_hits = cache.stats.num_hit_tokens
             counts.num_block_copies = cache.stats.num_partial_copies
-            counts.num_programs = programs.stats.num_programs
-            counts.num_programs_loaded = 0 if programs.saved is None else programs.saved.num_loaded
-            counts.compile_seconds = programs.stats.seconds
-            counts.num_compiles_while_serving = programs.stats.num_lazy
+            counts.num_programs = sum(each.stats.num_programs for each in programs)
+            counts.num_programs_loaded = sum(each.saved.num_loaded for each in programs if each.saved is not None)
+            counts.compile_seconds = sum(each.stats.seconds for each in programs)
+            counts.num_compiles_while_serving = sum(each.stats.num_lazy for each in programs)
             counts.num_blocks = self.config.num_blocks or 0
             counts.block_size = self.config.block_size or 0
             counts.max_model_len = self.config.max_model_len or 0
@@ -315,7 +312,7 @@ class Engine:
             return EngineStats(**vars(counts))
 
 
-def _limits(config: EngineConfig) -> SchedulerLimits:
+def _limits(config: EngineConfig, num_groups: int) -> SchedulerLimits:
     assert config.max_num_seqs is not None
     assert config.max_num_batched_tokens is not None
     assert config.max_model_len is not None
@@ -325,4 +322,5 @@ def _limits(config: EngineConfig) -> SchedulerLimits:
         max_model_len=config.max_model_len,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         policy=config.policy,
+        num_groups=num_groups,
     )

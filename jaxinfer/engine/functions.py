@@ -65,15 +65,38 @@ class Functions:
             carry: Carry,
             staged: jax.Array,
             packed: jax.Array,
+            residual: jax.Array | None = None,
         ) -> tuple[list[KVCache], jax.Array, StepBuffers, Carry, jax.Array, jax.Array]:
             staged = _stage(staged, packed, carry)
             logits, batch, hidden, caches, tables, carry, tokens = self._run(
-                layout, constants, caches, tables, carry, staged, sample_plain
+                layout, constants, caches, tables, carry, staged, sample_plain, residual
             )
             hidden = jax.lax.dynamic_update_slice(buffers.hidden, hidden, (0, 0))
             return caches, tables, StepBuffers(logits, batch.rows, hidden), carry, staged, tokens
 
         return step
+
+    def relay(self, layout: BatchLayout) -> Callable[..., Any]:
+        """The program `relay` of a bucket: a step's share of a stage that others follow."""
+
+        def relay(
+            constants: Constants,
+            caches: list[KVCache],
+            tables: jax.Array,
+            carry: Carry,
+            staged: jax.Array,
+            packed: jax.Array,
+            residual: jax.Array | None = None,
+        ) -> tuple[list[KVCache], jax.Array, Carry, jax.Array, jax.Array]:
+            staged = _stage(staged, packed, carry)
+            batch, _, residual, caches, tables = self._run_layers(
+                layout, constants, caches, tables, carry, staged, residual
+            )
+            rows = batch.rows
+            num_computed = carry.num_computed.at[rows.slot_ids].add(rows.num_tokens, mode="drop")
+            return caches, tables, dataclasses.replace(carry, num_computed=num_computed), staged, residual
+
+        return relay
 
     def steps(self, layout: BatchLayout, num_steps: int) -> Callable[..., Any]:
         """The program `steps` of a bucket. Its sampler also cuts, unless that would gather the logits of a mesh."""
@@ -102,18 +125,35 @@ class Functions:
         carry: Carry,
         plan: jax.Array,
         sampler: Callable[..., tuple[Carry, StepOutput]],
+        residual: jax.Array | None = None,
     ) -> tuple[jax.Array, Batch, jax.Array, list[KVCache], jax.Array, Carry, jax.Array]:
         """One step: logits, batch, hidden states; caches, tables and carry; tokens, where the plan samples here."""
+        batch, model, hidden, caches, tables = self._run_layers(
+            layout, constants, caches, tables, carry, plan, residual
+        )
+        logits = model.logits(hidden[jnp.maximum(batch.query_start_loc[1:] - 1, 0)])
+        rows = batch.rows_to_sample(self.shapes.num_slots)
+        carry, output = sampler(carry, logits, rows, **self.sampler_options)
+        return logits, batch, hidden, caches, tables, carry, output.tokens
+
+    def _run_layers(
+        self,
+        layout: BatchLayout,
+        constants: Constants,
+        caches: list[KVCache],
+        tables: jax.Array,
+        carry: Carry,
+        plan: jax.Array,
+        residual: jax.Array | None,
+    ) -> tuple[Batch, DenseModel, jax.Array, list[KVCache], jax.Array]:
+        """The model over a plan's tokens: batch, model, what its last layer gives; caches and tables."""
         batch = layout.unpack(plan)
         tables = tables.at[batch.update_slots, batch.update_columns].set(batch.update_blocks, mode="drop")
         token_ids, meta = derive_inputs(batch, tables, carry, layout.shape.block_size)
         meta = dataclasses.replace(meta, channel=constants.channel)
         model = self.rebuild(constants)
-        hidden, caches = model(token_ids, meta, caches, is_decode=layout.shape.is_decode)
-        logits = model.logits(hidden[jnp.maximum(batch.query_start_loc[1:] - 1, 0)])
-        rows = batch.rows_to_sample(self.shapes.num_slots)
-        carry, output = sampler(carry, logits, rows, **self.sampler_options)
-        return logits, batch, hidden, caches, tables, carry, output.tokens
+        hidden, caches = model(token_ids, meta, caches, is_decode=layout.shape.is_decode, residual=residual)
+        return batch, model, hidden, caches, tables
 
     def prompt_logprobs(
         self, constants: Constants, hidden: jax.Array, indices: jax.Array, targets: jax.Array
@@ -150,6 +190,11 @@ def _stage(staged: jax.Array, packed: jax.Array, carry: Carry) -> jax.Array:
     """
     zero = jnp.minimum(carry.num_computed[0], 0)
     return jax.lax.optimization_barrier(jax.lax.dynamic_update_slice(staged, packed, (zero,)))
+
+
+def receive(carry: Carry, tokens: jax.Array, slots: jax.Array) -> Carry:
+    """Takes over what a pipeline's last stage sampled: int32 [S] each; rows without a token have slot B."""
+    return dataclasses.replace(carry, last_tokens=carry.last_tokens.at[slots].set(tokens, mode="drop"))
 
 
 def copy_blocks(caches: list[KVCache], sources: jax.Array, targets: jax.Array) -> list[KVCache]:

@@ -10,6 +10,12 @@
       copy     (caches, sources, targets)               -> caches                copy-on-write of blocks
       prompt   (constants, hidden, indices, targets)      -> log-probabilities of given tokens
 
+Where the model is a stage of a pipeline, those before the last have `relay` in place of `step`, the first of them takes
+the last one's tokens, and only the last samples. `step` and `relay` of all but the first also read the residual.
+
+      relay    (constants, caches, tables, carry, staged, packed) -> (caches, tables, carry, staged, residual)   (T, S)
+      receive  (carry, tokens, slots)                   -> carry                                        keyed by S
+
 Donated state comes back first. Nothing else is compiled while serving.
 
 `steps` is several decode steps in a loop on the device, for few rows: their plans and tokens have a leading axis. It
@@ -101,6 +107,8 @@ class Programs:
       mesh: where to run: each program is then one `shard_map`, and what is here is on one device's parts. None is the
         default device.
       message_rows: tokens of a step up to which the all-reduce kernel sums, where the model asks for that.
+      is_first: the model begins with the embedding.
+      is_last: the model ends with the head.
     """
 
     def __init__(
@@ -116,9 +124,12 @@ class Programs:
         decode_steps: int = 1,
         mesh: Mesh | None = None,
         message_rows: int = 0,
+        is_first: bool = True,
+        is_last: bool = True,
     ) -> None:
         self.decode_steps = decode_steps
         self.mesh = mesh
+        self.is_first, self.is_last = is_first, is_last
         graph, state = nnx.split(model)
         leaves, tree = jax.tree.flatten(state)
         leaves = leaves if mesh is None else abstract_parameters(model, mesh)
@@ -142,7 +153,7 @@ class Programs:
         self.caches: list[Any] = [(page, page) for _ in range(config.num_layers)]
         self.tables = jax.ShapeDtypeStruct((shapes.num_slots, shapes.max_blocks), jnp.int32)
         self.carry = jax.eval_shape(shapes.zero_carry)
-        self.features = jax.eval_shape(shapes.zero_features)
+        self.features = jax.eval_shape(shapes.zero_features) if is_last else None
         self._compiled: dict[Key, Callable[..., Any]] = {}
         self._lock, self._lowering = threading.Lock(), threading.Lock()
         self.saved: ExecutableCache | None = None  # where compiled programs are found and kept
@@ -205,22 +216,26 @@ class Programs:
     def largest_temporaries(self, shapes: Iterable[BatchShape]) -> int:
         """Bytes that programs need beside weights, pool and tables: the temporaries of the largest one compiled, and
         the buffers that steps of these shapes leave for the sampler."""
-        logits = {shape.num_rows: self._logits(shape.num_rows) for shape in shapes}
-        return device_bytes((logits, self.hidden())) + max(map(self.temporary_bytes, self._compiled), default=0)
+        logits = {shape.num_rows: self._logits(shape.num_rows) for shape in shapes} if self.is_last else {}
+        hidden = self.hidden()  # of stages before the last it is what they send
+        return device_bytes((logits, hidden)) + max(map(self.temporary_bytes, self._compiled), default=0)
 
     # -- what each program is ---------------------------------------------------------------------
 
     def step_key(self, shape: BatchShape) -> Key:
-        return ("step", *shape)
+        return ("step" if self.is_last else "relay", *shape)
 
     def keys(self, shapes: Iterable[BatchShape]) -> list[Key]:
         """Every program that steps of these shapes need."""
         shapes = list(shapes)
         rows = sorted({shape.num_rows for shape in shapes}, reverse=True)
+        steps, copies = list(map(self.step_key, shapes)), [("copy", size) for size in self.copy_sizes]
+        if not self.is_last:
+            receivers = [("receive", size) for size in rows] if self.is_first else []
+            return [*steps, *receivers, ("admit",), *copies]
         samplers = [(kind, size) for size in rows for kind in ("full", "cut")]
-        copies = [("copy", size) for size in self.copy_sizes]
         bursts = [self.burst_key(shape) for shape in shapes if self.has_burst(shape)]
-        return [*map(self.step_key, shapes), *bursts, *samplers, ("admit",), ("features",), *copies, ("prompt",)]
+        return [*steps, *bursts, *samplers, ("admit",), ("features",), *copies, ("prompt",)]
 
     def burst_key(self, shape: BatchShape) -> Key:
         return ("steps", self.decode_steps, *shape)
@@ -240,7 +255,17 @@ class Programs:
                 layout = BatchLayout(BatchShape(*shape))
                 staged = self.staged(layout.size)
                 state = (self.caches, self.tables, self.buffers(layout.shape), self.carry, staged)
-                return self.functions.step(layout), (1, 2, 3, 4, 5), (self.constants, *state, staged)
+                given = (self.constants, *state, staged, *self.arriving(layout.shape))
+                return self.functions.step(layout), (1, 2, 3, 4, 5), given
+            case ("relay", *shape):
+                layout = BatchLayout(BatchShape(*shape))
+                staged = self.staged(layout.size)
+                state = (self.caches, self.tables, self.carry, staged)
+                given = (self.constants, *state, staged, *self.arriving(layout.shape))
+                return self.functions.relay(layout), (1, 2, 3, 4), given
+            case ("receive", num_rows):
+                ints = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+                return functions.receive, (0,), (self.carry, ints, ints)
             case ("steps", num_steps, *shape):
                 layout = BatchLayout(BatchShape(*shape))
                 packed = jax.ShapeDtypeStruct((num_steps, layout.size), jnp.int32)
@@ -273,6 +298,8 @@ class Programs:
         match key[0]:
             case "step":
                 return *arguments[1:6], 0
+            case "relay":
+                return *arguments[1:5], 0
             case "steps":
                 return *arguments[1:4], 0
             case "cut":
@@ -283,7 +310,7 @@ class Programs:
                 return arguments[:2]
             case "prompt":
                 return logprobs
-        return arguments[0]  # features, copy
+        return arguments[0]  # features, copy, receive
 
     def staged(self, least: int = 0) -> jax.ShapeDtypeStruct:
         """Where a step finds its plan: one place for all buckets."""
@@ -297,6 +324,11 @@ class Programs:
     def hidden(self, least: int = 0) -> jax.ShapeDtypeStruct:
         """Where a step leaves its hidden states: one place for all buckets."""
         return jax.ShapeDtypeStruct((max(self.shapes.max_tokens, least), self.hidden_size), self.dtype)
+
+    def arriving(self, shape: BatchShape) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What a step reads of the stage before, if there is one."""
+        residual = jax.ShapeDtypeStruct((shape.num_tokens, self.hidden_size), self.dtype)
+        return () if self.is_first else (residual,)
 
     def _logits(self, num_rows: int) -> jax.ShapeDtypeStruct:
         return self._sharded("logits", (num_rows, self.num_logits), jnp.dtype(jnp.float32), (None, "vocab"))

@@ -41,7 +41,7 @@ class InFlight:
 
 
 class Runner:
-    """Weights, caches, tables and carry, and the order in which programs touch them.
+    """Weights, caches, tables and carry, and the order in which programs touch them: of a model, or of a stage of one.
 
     Args:
       weights: flat list in the model's leaf order.
@@ -63,8 +63,19 @@ class Runner:
         self.caches: list[KVCache] = []
         self.tables: jax.Array
         self.carry: Carry
-        self.features: Features
+        self.features: Features | None
+        self._hidden: jax.Array | None
         self.reset()
+
+    @property
+    def stages(self) -> list[Runner]:
+        """Those that a step goes through: see `Pipeline`."""
+        return [self]
+
+    @property
+    def decode_steps(self) -> int:
+        """Steps that one program may run."""
+        return self.programs.decode_steps
 
     def reset(self) -> None:
         """A fresh pool, tables and carry; what was there is gone. Zeros: 0 x NaN would poison masked positions."""
@@ -75,7 +86,7 @@ class Runner:
         self.staged = self._zeros(programs.staged())
         self.constants = Constants(self.weights, self._connect())
         self._rows: dict[int, tuple[jax.Array, Rows]] = {}
-        self._hidden = self._zeros(self.programs.hidden())
+        self._hidden = self._zeros(programs.hidden()) if programs.is_last else None
 
     def _connect(self) -> Channel | None:
         """A new channel: a step that failed may have left half a message in the old one."""
@@ -87,16 +98,21 @@ class Runner:
     def _zeros(self, tree: Any) -> Any:
         return zeros(tree, self.programs.mesh)
 
-    def dispatch(self, plan: StepPlan) -> InFlight:
+    def dispatch(self, plan: StepPlan, packed: np.ndarray | None = None, residual: jax.Array | None = None) -> InFlight:
         """Sends a plan to the device and returns at once; results are on their way.
 
         Order on the device: block copies read before anything writes, slots get their owners, the step, the sampler.
+
+        Args:
+          plan: what to compute.
+          packed: what `pack` makes of it, where that is known already.
+          residual: what the stage before returned; None for the first.
         """
-        self._copy_blocks(plan.copies)
-        self._admit([row for row in plan.others if row.is_admission])
+        self._prepare(plan)
         shape = self.ladder.fit(plan.num_tokens, plan.num_rows)
-        buffers, output = self._run_step(shape, plan)
+        buffers, output = self._run_step(shape, plan, packed, residual)
         if plan.needs_full_sampler:
+            assert self.features is not None
             sample = self.programs.get(("full", shape.num_rows))
             self.carry, self.features, output = sample(self.carry, self.features, buffers.logits, buffers.rows)
         elif plan.uses_cuts:
@@ -104,6 +120,26 @@ class Runner:
         chunks = self._score_prompts(plan, buffers.hidden)
         jax.tree.map(lambda array: array.copy_to_host_async(), (output, [chunk[-1] for chunk in chunks]))
         return InFlight(plan, output, prompt_chunks=chunks)
+
+    def relay(self, plan: StepPlan, packed: np.ndarray, residual: jax.Array | None = None) -> jax.Array:
+        """As `dispatch`, of a stage before the last: the residual stream, [T, hidden], for the next one."""
+        self._prepare(plan)
+        return self._run_relay(self.ladder.fit(plan.num_tokens, plan.num_rows), packed, residual)
+
+    def receive(self, tokens: jax.Array | np.ndarray, slots: np.ndarray) -> None:
+        """Takes over tokens that a pipeline's last stage sampled, int32 [S] each; B where a row did not sample."""
+        self.carry = self.programs.get(("receive", len(slots)))(self.carry, tokens, slots)
+
+    def pack(self, plan: StepPlan, shape: BatchShape | None = None) -> np.ndarray:
+        """The plan as the buffer of a step of its bucket, or of a larger one."""
+        shape = shape or self.ladder.fit(plan.num_tokens, plan.num_rows)
+        packed = np.zeros(self.staged.shape, np.int32)
+        is_apart = plan.needs_full_sampler or plan.uses_cuts
+        return inputs.pack(plan, self._layout(shape), self.shapes.num_slots, is_sampled_apart=is_apart, into=packed)
+
+    def _prepare(self, plan: StepPlan) -> None:
+        self._copy_blocks(plan.copies)
+        self._admit([row for row in plan.others if row.is_admission])
 
     def may_burst(self, plan: StepPlan) -> bool:
         """Whether the plan may be the first of a burst, as far as it alone says."""
@@ -139,14 +175,21 @@ class Runner:
         self.caches, self.tables, self.carry, tokens = run(self.constants, self.caches, self.tables, self.carry, packed)
         return tokens
 
-    def _run_step(self, shape: BatchShape, plan: StepPlan) -> tuple[StepBuffers, StepOutput]:
+    def _run_relay(self, shape: BatchShape, packed: np.ndarray, residual: jax.Array | None) -> jax.Array:
+        relay, arriving = self.programs.get(self.programs.step_key(shape)), () if residual is None else (residual,)
+        state = (self.constants, self.caches, self.tables, self.carry, self.staged, packed, *arriving)
+        self.caches, self.tables, self.carry, self.staged, residual = relay(*state)
+        assert residual is not None
+        return residual
+
+    def _run_step(
+        self, shape: BatchShape, plan: StepPlan, packed: np.ndarray | None = None, residual: jax.Array | None = None
+    ) -> tuple[StepBuffers, StepOutput]:
         """Runs a plan's step: what it left for a sampler of its own, and its tokens if it did not need one."""
-        packed = np.zeros(self.staged.shape, np.int32)
-        is_apart = plan.needs_full_sampler or plan.uses_cuts
-        inputs.pack(plan, self._layout(shape), self.shapes.num_slots, is_sampled_apart=is_apart, into=packed)
-        step = self.programs.get(self.programs.step_key(shape))
+        packed = self.pack(plan, shape) if packed is None else packed
+        step, arriving = self.programs.get(self.programs.step_key(shape)), () if residual is None else (residual,)
         old = self._take_buffers(shape)
-        state = (self.constants, self.caches, self.tables, old, self.carry, self.staged, packed)
+        state = (self.constants, self.caches, self.tables, old, self.carry, self.staged, packed, *arriving)
         self.caches, self.tables, buffers, self.carry, self.staged, tokens = step(*state)
         self._rows[shape.num_rows] = buffers.logits, buffers.rows
         self._hidden = buffers.hidden
@@ -157,7 +200,7 @@ class Runner:
         abstract = self.programs.buffers(shape)
         if shape.num_rows not in self._rows:
             self._rows[shape.num_rows] = self._zeros((abstract.logits, abstract.rows))
-        return StepBuffers(*self._rows.pop(shape.num_rows), self._hidden)
+        return StepBuffers(*self._rows.pop(shape.num_rows), self._hidden)  # pyright: ignore[reportArgumentType]
 
     def _score_prompts(self, plan: StepPlan, hidden: jax.Array) -> list[tuple[PlanRow, int, int, LogprobOutput]]:
         """Log-probabilities of prompt tokens, where they are asked for; position i's output is about token i + 1."""
@@ -206,9 +249,14 @@ class Runner:
     def _run_padding(self, key: Key) -> None:
         """Runs a program on rows that change nothing. A step brings its samplers along."""
         match key:
+            case ("relay", *values):
+                shape = BatchShape(*values)
+                self._run_relay(shape, self.pack(StepPlan(), shape), self._no_residual(shape))
+            case ("receive", num_rows):
+                self.receive(np.zeros(num_rows, np.int32), np.full(num_rows, self.shapes.num_slots, np.int32))
             case ("step", *values):
                 shape = BatchShape(*values)
-                buffers, out = self._run_step(shape, StepPlan())
+                buffers, out = self._run_step(shape, StepPlan(), residual=self._no_residual(shape))
                 cut, full = (self.programs.get((kind, shape.num_rows)) for kind in ("cut", "full"))
                 self.carry, _ = cut(self.carry, buffers.logits, buffers.rows)
                 self.carry, self.features, more = full(self.carry, self.features, buffers.logits, buffers.rows)
@@ -228,6 +276,10 @@ class Runner:
                 sources, targets = inputs.pack_copies([], size)
                 self.caches = self.programs.get(key)(self.caches, sources, targets)
 
+    def _no_residual(self, shape: BatchShape) -> jax.Array | None:
+        residual = self.programs.arriving(shape)
+        return self._zeros(residual[0]) if residual else None
+
     def _layout(self, shape: BatchShape) -> BatchLayout:
         if shape not in self._layouts:
             self._layouts[shape] = BatchLayout(shape)
@@ -242,7 +294,7 @@ class Runner:
     def _admit(self, rows: list[PlanRow]) -> None:
         for start in range(0, len(rows), ADMIT_ROWS):
             self._admit_rows(rows[start : start + ADMIT_ROWS])
-        full = [row for row in rows if row.request.params.needs_full_sampler]
+        full = [row for row in rows if row.request.params.needs_full_sampler and self.programs.is_last]
         for start in range(0, len(full), FEATURE_ROWS):
             self._upload_features(full[start : start + FEATURE_ROWS])
 

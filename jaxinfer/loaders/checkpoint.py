@@ -55,6 +55,7 @@ def fill_weights(
     sources: Mapping[tuple[str | int, ...], Source],
     sharding_for: Callable[[tuple[str | int, ...]], Sharding],
     *,
+    others: Iterable[Source] = (),
     is_tied: bool,
 ) -> list[jax.Array]:
     """Loads all parameters, each straight to its shards.
@@ -63,13 +64,14 @@ def fill_weights(
       leaves: (path, abstract array) in the model's leaf order.
       sources: where each path comes from; exactly the paths of `leaves`.
       sharding_for: path -> sharding.
+      others: of what else the checkpoint must have: the model's other stages.
       is_tied: the head is the embedding; a separate `lm_head.weight` must then equal it.
 
     Raises:
       ValueError: a missing, extra or misshapen tensor, by name.
     """
     assert {path for path, _ in leaves} == set(sources), "model and sources name different parameters"
-    _check_tensors(checkpoint, sources.values(), is_tied=is_tied)
+    _check_tensors(checkpoint, [*sources.values(), *others], is_tied=is_tied)
     return [_fill_leaf(checkpoint, sources[path], leaf, sharding_for(path)) for path, leaf in leaves]
 
 

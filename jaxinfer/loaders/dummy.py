@@ -30,12 +30,14 @@ class Dummy:
       own_shape: its shape where nothing is repeated or padded.
       own_place: indices into `leaf` (int32, shapes that broadcast) -> indices into `own_shape`; beyond it for padding.
       kind: equal for parameters with the same `own_place`.
+      number: which of the whole model's parameters it is.
     """
 
     leaf: jax.ShapeDtypeStruct
     own_shape: tuple[int, ...]
     own_place: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
     kind: Any
+    number: int
 
 
 def dummy_weights(parameters: Sequence[Dummy], shardings: Sequence[Sharding], seed: int) -> list[jax.Array]:
@@ -46,11 +48,11 @@ def dummy_weights(parameters: Sequence[Dummy], shardings: Sequence[Sharding], se
     makers: dict[tuple, Callable[[jax.Array], jax.Array]] = {}
     words = seed % 2**32, seed % 2**64 >> 32
     made = []
-    for number, (parameter, sharding) in enumerate(zip(parameters, shardings, strict=True)):
+    for parameter, sharding in zip(parameters, shardings, strict=True):
         kind = (parameter.leaf.shape, parameter.leaf.dtype, sharding, parameter.own_shape, parameter.kind)
         if kind not in makers:
             makers[kind] = _maker(parameter, sharding)
-        made.append(makers[kind](jnp.array([*words, number], jnp.uint32)))
+        made.append(makers[kind](jnp.array([*words, parameter.number], jnp.uint32)))
     return made
 
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,16 @@ class OrbaxFolder(SafetensorsFolder):
         leaves: Sequence[tuple[tuple[str | int, ...], jax.ShapeDtypeStruct]],
         shardings: Sequence[Sharding],
         widen: Mapping[tuple[str | int, ...], Callable[[Any], Any]],
+        others: Iterable[tuple[str | int, ...]] = (),
     ) -> list[jax.Array]:
-        """All parameters in the order of `leaves`, in their dtypes, on their shardings.
+        """Parameters in the order of `leaves`, in their dtypes, on their shardings.
 
         Args:
           leaves: (path, abstract array), as on one device, which is how they are stored.
           shardings: where each lies; a device reads its part only.
           widen: what makes the array that a mesh has of a stored one, for the paths that differ there. Those are read
             whole, by the host.
+          others: paths of what else the checkpoint may have: the model's other stages. They are not read.
 
         Raises:
           ValueError: the checkpoint is damaged, or of another model.
@@ -59,10 +61,12 @@ class OrbaxFolder(SafetensorsFolder):
             else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             for (path, leaf), sharding in zip(leaves, shardings, strict=True)
         }
-        with ocp.StandardCheckpointer() as checkpointer:
+        ways = ocp.checkpoint_utils.construct_restore_args(target)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             try:
-                self._check(checkpointer.metadata(self._weights), target)
-                restored = checkpointer.restore(self._weights, target)
+                self._check(checkpointer.metadata(self._weights), target, set(map(path_name, others)))
+                wanted = ocp.args.PyTreeRestore(target, restore_args=ways, partial_restore=True)
+                restored = checkpointer.restore(self._weights, wanted)
             except ValueError:
                 raise
             except Exception as error:  # Orbax and TensorStore raise many kinds
@@ -73,14 +77,14 @@ class OrbaxFolder(SafetensorsFolder):
             for (path, _), array, sharding in zip(leaves, arrays, shardings, strict=True)
         ]
 
-    def _check(self, metadata: Any, target: Mapping[str, Any]) -> None:
+    def _check(self, metadata: Any, target: Mapping[str, Any], others: set[str]) -> None:
         stored = {name: tuple(item.shape) for name, item in metadata.item_metadata.items()}
         for name, leaf in target.items():
             if name not in stored:
                 raise ValueError(f"{self.path}: parameter {name} is missing")
             if stored[name] != leaf.shape:
                 raise ValueError(f"{self.path}: {name} has shape {stored[name]}, expected {leaf.shape}")
-        extra = sorted(set(stored) - set(target))
+        extra = sorted(set(stored) - set(target) - others)
         if extra:
             raise ValueError(f"{self.path}: parameter {extra[0]} has no place in the model")
 

@@ -57,7 +57,8 @@ class DecoderLayer(nnx.Module):
 
 
 class DenseModel(nnx.Module):
-    """Embedding, layers, final norm and head. Build it under `nnx.eval_shape`: loaders fill the parameters.
+    """Embedding, layers, final norm and head, or a stage of that. Build it under `nnx.eval_shape`: loaders fill the
+    parameters.
 
     Args:
       config: dimensions.
@@ -66,6 +67,8 @@ class DenseModel(nnx.Module):
       vocab_size: ids that exist, where the configuration's number is padded for a mesh.
       axis_name: the mesh axis that the model is cut over; then it is called inside a `shard_map`, with parameters and
         caches of one device's shapes. None is one device.
+      is_first: has the embedding; a stage without it goes on with the residual stream of the stage before.
+      is_last: has the final norm and the head.
     """
 
     def __init__(
@@ -76,6 +79,8 @@ class DenseModel(nnx.Module):
         kernels: Kernels | str = "reference",
         vocab_size: int | None = None,
         axis_name: str | None = None,
+        is_first: bool = True,
+        is_last: bool = True,
     ) -> None:
         kernels = kernels if isinstance(kernels, Kernels) else Kernels.all(kernels)
 
@@ -87,24 +92,35 @@ class DenseModel(nnx.Module):
             return DecoderLayer(config, dtype=dtype, kernels=kernels, sums=self.sums)
 
         self.sums = Sums(axis_name, kernels.all_reduce, config.rms_norm_eps)
-        self.embed = table()
+        is_tied = config.tie_word_embeddings
+        self.embed = table() if is_first or (is_last and is_tied) else None
         self.layers = nnx.List([layer() for _ in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.head = None if config.tie_word_embeddings else table()
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype) if is_last else None
+        self.head = table() if is_last and not is_tied else None
         self.kernels = kernels
         self.group_size, self.axis_name = config.group_size, axis_name
         self.rotary_factor = attention_factor(config.rope)
         self.frequencies = tuple(inverse_frequencies(config.rope, config.head_dim).tolist())
 
     def __call__(
-        self, token_ids: jax.Array, meta: AttentionMetadata, caches: list[KVCache], *, is_decode: bool = False
+        self,
+        token_ids: jax.Array,
+        meta: AttentionMetadata,
+        caches: list[KVCache],
+        *,
+        is_decode: bool = False,
+        residual: jax.Array | None = None,
     ) -> tuple[jax.Array, list[KVCache]]:
         """int32 [T] -> the last layer's normalised output [T, hidden], and every layer's updated cache.
 
-        `is_decode` promises that no row has more than one token.
+        `is_decode` promises that no row has more than one token. A stage that is not the first needs the `residual`
+        [T, hidden] that the one before returned; one that is not the last returns its own.
         """
         meta = self._with_plans(meta, caches[0][0], is_decode=is_decode)
-        stream = Stream(self.embed(token_ids))
+        if residual is None:
+            assert self.embed is not None
+            residual = self.embed(token_ids)
+        stream = Stream(residual)
         frequencies = jnp.asarray(self.frequencies, jnp.float32)
         cos, sin = rotary_angles(meta.positions, frequencies, self.rotary_factor)
         updated = []
@@ -112,9 +128,11 @@ class DenseModel(nnx.Module):
         for layer, cache, norm in zip(self.layers, caches, following, strict=True):
             graph, state = nnx.split(layer)
             leaves, tree = jax.tree.flatten(state)
-            next_norm = norm.weight[...] if self.sums.has_norm else None
+            next_norm = norm.weight[...] if norm is not None and self.sums.has_norm else None
             stream, cache = _run_layer((graph, tree), leaves, stream, cos, sin, meta, cache, next_norm)
             updated.append(cache)
+        if self.norm is None:
+            return stream.residual, updated
         return self.norm(stream.residual) if stream.normed is None else stream.normed, updated
 
     def _with_plans(self, meta: AttentionMetadata, cache: jax.Array, *, is_decode: bool) -> AttentionMetadata:
@@ -136,8 +154,10 @@ class DenseModel(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[S, hidden] -> float32 [S, vocab], on a mesh this device's part of it."""
+        head = self.embed if self.head is None else self.head
+        assert head is not None
         with jax.named_scope("head"):
-            return compute_logits(hidden, self.embed if self.head is None else self.head)
+            return compute_logits(hidden, head)
 
 
 @partial(jax.jit, static_argnums=0)

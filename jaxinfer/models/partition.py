@@ -1,5 +1,7 @@
 """How a model is cut for a mesh: what is repeated or padded so that everything divides, and one device's part.
 
+Along the pipe axis it is cut into stages, layers that follow each other; along the tensor axis each of them is divided.
+
 With more devices than KV heads each head lies on several, with a part of the query heads that read it:
 
     KV heads 2, query heads 8, tensor 4        device 0    1     2     3
@@ -11,7 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -20,19 +24,37 @@ from jax.sharding import Mesh
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.kernels.sampling.reference import TILE
-from jaxinfer.sharding.mesh import tensor_axis
+from jaxinfer.sharding.mesh import stage_meshes, tensor_axis
 
 type Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A model on a mesh."""
+    """A model, or a stage of one, on a mesh."""
 
     model: ModelConfig  # as the checkpoint has it
-    whole: ModelConfig  # as the mesh has it: KV heads repeated, vocabulary padded
+    whole: ModelConfig  # as the mesh has it: the stage's layers, KV heads repeated, vocabulary padded
     local: ModelConfig  # one device's part
     mesh: Mesh | None  # None is the default device alone
+    first_layer: int = 0  # of the stage
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the embedding is here."""
+        return self.first_layer == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the final norm and the head are here."""
+        return self.first_layer + self.whole.num_layers == self.model.num_layers
+
+    def path_in_model(self, path: Path) -> Path:
+        """The path of one of the stage's parameters -> its path in the whole model, which counts all layers."""
+        match path:
+            case ("layers", int(number), *rest):
+                return ("layers", number + self.first_layer, *rest)
+        return path
 
     @property
     def axis_name(self) -> str | None:
@@ -40,21 +62,46 @@ class Partition:
         return tensor_axis(self.mesh)
 
 
-def divide(model: ModelConfig, mesh: Mesh | None) -> Partition:
-    """Cuts a model along the tensor axis.
+def cut_stages(model: ModelConfig, mesh: Mesh | None, layers: Sequence[int] | None = None) -> list[Partition]:
+    """Cuts a model along the pipe axis and each stage along the tensor axis.
+
+    Args:
+      model: as the checkpoint has it.
+      mesh: with a place on the pipe axis a stage; None is one device.
+      layers: of each stage; None divides them evenly, the first stages having one more where that does not come out.
+
+    Raises:
+      ValueError: layers that do not come to the model's, or stages without one, with the numbers; or `divide`'s.
+    """
+    meshes = stage_meshes(mesh)
+    size, total = len(meshes), model.num_layers
+    if layers is None:
+        if total < size:
+            raise ValueError(f"the model's num_layers, {total}, are too few for pipe={size}")
+        layers = [total // size + (place < total % size) for place in range(size)]
+    if len(layers) != size or sum(layers) != total or min(layers) < 1:
+        shown = ",".join(map(str, layers))
+        raise ValueError(f"pipe_layers {shown} must be {size} numbers of at least 1 (pipe={size}) with the sum {total}")
+    starts = accumulate(layers, initial=0)
+    return [divide(model, *stage) for stage in zip(meshes, starts, layers, strict=False)]
+
+
+def divide(model: ModelConfig, mesh: Mesh | None, first_layer: int = 0, num_layers: int | None = None) -> Partition:
+    """Cuts a model, or a stage of it, along the tensor axis.
 
     Raises:
       ValueError: query heads or feed-forward columns that the axis does not divide, with both numbers.
     """
     axis = tensor_axis(mesh)
+    stage = model if num_layers is None else dataclasses.replace(model, num_layers=num_layers)
     if axis is None or mesh is None:
-        return Partition(model, model, model, mesh)
+        return Partition(model, stage, stage, mesh, first_layer)
     size = mesh.shape[axis]
     for name in ("num_heads", "intermediate_size"):
         if getattr(model, name) % size:
             raise ValueError(f"the model's {name}, {getattr(model, name)}, cannot be divided among {axis}={size}")
     whole = dataclasses.replace(
-        model,
+        stage,
         num_kv_heads=math.lcm(model.num_kv_heads, size),
         vocab_size=-(-model.vocab_size // (size * TILE)) * size * TILE,
     )
@@ -65,7 +112,7 @@ def divide(model: ModelConfig, mesh: Mesh | None) -> Partition:
         intermediate_size=whole.intermediate_size // size,
         vocab_size=whole.vocab_size // size,
     )
-    return Partition(model, whole, local, mesh)
+    return Partition(model, whole, local, mesh, first_layer)
 
 
 def own_shape(path: Path, shape: tuple[int, ...], partition: Partition) -> tuple[int, ...]:

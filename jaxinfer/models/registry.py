@@ -78,7 +78,13 @@ def parse_config(
 
 
 def build_model(config: ModelConfig | Partition, dtype: str, kernels: Kernels | str = "reference") -> DenseModel:
-    """The abstract model, for one device or as a mesh has it: shapes and axes, no arrays. See `DenseModel`."""
+    """The abstract model or stage, for one device or as a mesh has it: shapes and axes, no arrays. See `DenseModel`."""
     cut = divide(config, None) if isinstance(config, ModelConfig) else config
-    options = {"kernels": kernels, "vocab_size": cut.model.vocab_size, "axis_name": cut.axis_name}
+    options: dict[str, Any] = {
+        "kernels": kernels,
+        "vocab_size": cut.model.vocab_size,
+        "axis_name": cut.axis_name,
+        "is_first": cut.is_first,
+        "is_last": cut.is_last,
+    }
     return nnx.eval_shape(lambda: DenseModel(cut.whole, dtype=jnp.dtype(dtype), **options))

@@ -21,10 +21,11 @@ class Draft:
       limits: budget, lengths, what is long.
       running: the running requests.
       waiting: the queue, from which requests are admitted later.
+      group: whose step it is.
     """
 
-    def __init__(self, limits: SchedulerLimits, running: RunningTable, waiting: RequestQueue) -> None:
-        self._limits, self._running, self._waiting = limits, running, waiting
+    def __init__(self, limits: SchedulerLimits, running: RunningTable, waiting: RequestQueue, group: int = 0) -> None:
+        self._limits, self._running, self._waiting, self.group = limits, running, waiting, group
         self.budget = limits.max_num_batched_tokens
         self.rows: dict[Request, PlanRow] = {}
         self.steady: SteadyRows | None = None  # None where every request is looked at
@@ -83,9 +84,10 @@ class Draft:
         short = budget - self.budget  # granted so far, all to short ones
         wanted = self._running.find_wanted(self._limits.max_model_len)
         wanted[[request.slot for request in self.rows]] = 0
+        wanted = wanted[self._running.slots_of(self.group)]
         short += int(wanted[wanted <= threshold].sum()) - (self.steady.num_granted if self.steady else 0)
         waiting = (request for request in self._waiting if request not in self.rows)
-        for request in islice(waiting, self._running.num_free_slots):
+        for request in islice(waiting, self._running.num_free_slots(self.group)):
             if short >= budget - budget // 2:
                 break
             num_wanted = self.num_wanted(request)

@@ -9,7 +9,11 @@ from jaxinfer.core import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
-    """A step's budget (`max_num_batched_tokens`), its rows (`max_num_seqs`), a request's length, fairness.
+    """A step's budget (`max_num_batched_tokens`), rows of all groups (`max_num_seqs`), a request's length, fairness.
+
+    With several groups, which take turns, a step is one group's; a request stays in the group of its slot, slot number
+    modulo `num_groups`. So steps of different groups do not wait for each other's tokens: a pipeline works on as many
+    steps at once as it has stages.
 
     While shorter work waits, requests that want more than `long_prefill_token_threshold` tokens (None: a quarter
     of the budget) share half of the budget.
@@ -20,9 +24,10 @@ class SchedulerLimits:
     max_model_len: int
     long_prefill_token_threshold: int | None = None
     policy: str = "fcfs"
+    num_groups: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:

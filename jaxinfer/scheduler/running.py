@@ -39,13 +39,14 @@ NEEDS_FULL_SAMPLER, WANTS_LOGPROBS, IS_WATCHED, USES_CUTS = 1, 2, 4, 8
 class RunningTable:
     """The requests that have a slot, in the order of their admission, and a row of numbers for each.
 
-    A column is int64 [num_slots], with 0 where a slot has no owner.
+    A column is int64 [num_slots], with 0 where a slot has no owner. Slot s is of group s modulo `num_groups`.
     """
 
-    def __init__(self, num_slots: int, block_size: int) -> None:
+    def __init__(self, num_slots: int, block_size: int, num_groups: int = 1) -> None:
         self._block_size = block_size
         self._requests: dict[Request, None] = {}
-        self._free_slots = list(range(num_slots - 1, -1, -1))
+        slots = list(range(num_slots - 1, -1, -1))
+        self._free_slots = [[slot for slot in slots if slot % num_groups == group] for group in range(num_groups)]
         self._order: np.ndarray | None = None  # slots of the requests; None when they have changed
         self._num_tenures = 0
         self.owners: list[Request | None] = [None] * num_slots
@@ -67,9 +68,8 @@ class RunningTable:
     def last(self) -> Request:
         return next(reversed(self._requests))
 
-    @property
-    def num_free_slots(self) -> int:
-        return len(self._free_slots)
+    def num_free_slots(self, group: int) -> int:
+        return len(self._free_slots[group])
 
     @property
     def slots(self) -> np.ndarray:
@@ -78,11 +78,16 @@ class RunningTable:
             self._order = np.array([request.slot for request in self._requests], np.int64)
         return self._order
 
+    def slots_of(self, group: int) -> np.ndarray:
+        """Those of a group, int64 [R of the group]."""
+        num_groups = len(self._free_slots)
+        return self.slots if num_groups == 1 else self.slots[self.slots % num_groups == group]
+
     # -- the border ---------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Gives a request with blocks a slot; its counts are here from now on."""
-        slot = self._free_slots.pop()
+    def add(self, request: Request, group: int = 0) -> None:
+        """Gives a request with blocks a slot of a group; its counts are here from now on."""
+        slot = self._free_slots[group].pop()
         self._requests[request], self._order = None, None
         self._counts[:, slot] = request.counts
         self._derived[:, slot] = _derive(request, self._block_size)
@@ -101,7 +106,7 @@ class RunningTable:
         self.owners[slot] = None
         self._counts[:, slot] = self._derived[:, slot] = 0
         self.end_ids[:, slot] = self.tenures[slot] = -1
-        self._free_slots.append(slot)
+        self._free_slots[slot % len(self._free_slots)].append(slot)
 
     def note_tokens(self, request: Request) -> None:
         """To be called after a running request was given tokens."""
@@ -115,10 +120,10 @@ class RunningTable:
     def check_integrity(self) -> None:
         """Asserts that every column says what the running requests say, and that other slots say nothing."""
         owners = {request.slot: request for request in self}
-        assert sorted([*owners, *self._free_slots]) == list(range(len(self.owners))), "slots are lost"
+        free = [slot for slots in self._free_slots for slot in slots]
+        assert sorted([*owners, *free]) == list(range(len(self.owners))), "slots are lost"
         assert self.slots.tolist() == list(owners), "slots are in another order"
         assert self.owners == [owners.get(slot) for slot in range(len(self.owners))], "slots have other owners"
-        free = self._free_slots
         assert (self.tenures[free] == -1).all(), "a slot has a tenure but no owner"
         assert not self._counts[:, free].any(), "a slot has counts but no owner"
         assert not self._derived[:, free].any(), "a slot has lengths but no owner"

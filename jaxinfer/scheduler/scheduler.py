@@ -56,10 +56,11 @@ class Scheduler:
             )
         self.limits = limits
         self.cache = cache
-        self.running = RunningTable(limits.max_num_seqs, cache.block_size)
+        self.running = RunningTable(limits.max_num_seqs, cache.block_size, limits.num_groups)
         self.waiting = make_queue(limits.policy)
         self.num_preemptions = 0
         self._check_stop = check_stop
+        self._turn = 0  # the group that is asked first
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -99,29 +100,39 @@ class Scheduler:
     # -- planning ---------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plans the next step: running requests in order, then waiting ones while rows and budget last."""
-        draft = Draft(self.limits, self.running, self.waiting)
-        self._schedule_running(draft)
-        if not draft.num_preempted:
-            self._schedule_waiting(draft)
-        return self._finalise(draft)
+        """Plans the next step: running requests in order, then waiting ones while rows and budget last.
+
+        With several groups it is a step of the next one that has something to do.
+        """
+        plan = StepPlan()
+        for _ in range(self.limits.num_groups):
+            draft = Draft(self.limits, self.running, self.waiting, self._turn)
+            self._turn = (self._turn + 1) % self.limits.num_groups
+            self._schedule_running(draft)
+            if not draft.num_preempted:
+                self._schedule_waiting(draft)
+            plan = self._finalise(draft)
+            if not plan.is_empty:
+                break
+        return plan
 
     def _schedule_running(self, draft: Draft) -> None:
-        draft.steady = self._find_steady()
+        draft.steady = self._find_steady(draft.group)
         if draft.steady is not None:
             self._schedule_visits(draft, draft.steady)
             return
-        for request in list(self.running):
+        for slot in self.running.slots_of(draft.group).tolist():
             if draft.budget == 0:
                 break
-            if request.status is RequestStatus.RUNNING:  # not preempted for one before it
+            request = self.running.owners[slot]
+            if request is not None:  # not preempted for one before it
                 self._schedule_one(draft, request)
 
-    def _find_steady(self) -> SteadyRows | None:
+    def _find_steady(self, group: int) -> SteadyRows | None:
         """The steady requests, or None where each is better looked at: they are few, or any might be preempted."""
         if len(self.running) < self.MIN_COLUMN_ROWS:
             return None
-        steady = SteadyRows(self.running, self.limits.max_model_len)
+        steady = SteadyRows(self.running, self.limits.max_model_len, group)
         if steady.num_steady < self.MIN_COLUMN_ROWS:
             return None
         if self.limits.policy == "priority":
@@ -155,8 +166,9 @@ class Scheduler:
 
     def _schedule_waiting(self, draft: Draft) -> None:
         admitted: list[Request] = []
+        room = min(self.running.num_free_slots(draft.group), self._num_missing(draft.group))
         for request in self.waiting:
-            if draft.budget == 0 or not self.running.num_free_slots:
+            if draft.budget == 0 or len(admitted) == room:
                 break
             hit = self._find_hit(request)
             if hit is None:
@@ -169,7 +181,7 @@ class Scheduler:
                 break
             admitted.append(request)
             draft.copies.extend(copies)
-            self.running.add(request)
+            self.running.add(request, draft.group)
             request.leader = None
             request.num_computed_tokens = hit.num_tokens
             if request.num_cached_tokens < 0:
@@ -178,6 +190,14 @@ class Scheduler:
         for request in admitted:
             self.waiting.remove(request)
             request.status = RequestStatus.RUNNING
+
+    def _num_missing(self, group: int) -> int:
+        """Requests that a group lacks of its share of all that live, so that no group has much more than another."""
+        num_groups = self.limits.num_groups
+        if num_groups == 1:
+            return len(self.waiting)
+        share = -(-(len(self.running) + len(self.waiting)) // num_groups)
+        return max(share - len(self.running.slots_of(group)), 0)
 
     def _find_hit(self, request: Request) -> PrefixHit | None:
         """What a waiting request can reuse; None while it has to wait for something of its own."""
@@ -221,7 +241,7 @@ class Scheduler:
         draft.drop(victim)
         if draft.steady is not None:
             assert victim is self.running.last, "blocks were counted wrongly"
-            draft.steady.drop_last()
+            draft.steady.drop_last(victim)
         self._leave(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
@@ -271,6 +291,7 @@ class Scheduler:
             needs_full_sampler=flags & NEEDS_FULL_SAMPLER != 0,
             uses_cuts=flags & USES_CUTS != 0,
             wants_logprobs=flags & WANTS_LOGPROBS != 0,
+            group=draft.group,
         )
 
     # -- results ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from itertools import compress
 
 import numpy as np
 
-from jaxinfer.core import DecodeRows
+from jaxinfer.core import DecodeRows, Request
 from jaxinfer.scheduler.running import RunningTable
 
 
@@ -26,12 +26,13 @@ class SteadyRows:
     """Which of the running requests are steady, and how many of them have been granted their token.
 
     Args:
-      running: all running requests, R of them.
+      running: all running requests.
       max_model_len: as in `SchedulerLimits`.
+      group: whose requests these are, R of them.
     """
 
-    def __init__(self, running: RunningTable, max_model_len: int) -> None:
-        wanted, slots = running.find_wanted(max_model_len), running.slots
+    def __init__(self, running: RunningTable, max_model_len: int, group: int = 0) -> None:
+        wanted, slots = running.find_wanted(max_model_len), running.slots_of(group)
         self._running, self._slots = running, slots
         self._is_steady = running.find_steady(wanted)[slots]
         self._needs_block = (running.computed >= running.capacities)[slots] & self._is_steady
@@ -67,8 +68,10 @@ class SteadyRows:
         self.num_granted += num_new
         return num_new
 
-    def drop_last(self) -> None:
-        """The last of the running requests has been preempted. It had not been granted anything."""
+    def drop_last(self, victim: Request) -> None:
+        """The last of the running requests is being preempted. It had not been granted anything."""
+        if not len(self._slots) or self._slots[-1] != victim.slot:
+            return  # of another group
         self._slots, self._is_steady = self._slots[:-1], self._is_steady[:-1]
         self.num_steady = int(self._num_ahead[len(self._slots)])
         assert self.num_granted <= self.num_steady, "a granted request was preempted"

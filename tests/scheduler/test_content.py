@@ -24,12 +24,12 @@ EXAMPLES = 130  # x STEPS is over 20,000
     num_blocks=st.integers(12, 30),
     budget=st.integers(6, 40),
     block_size=st.sampled_from([1, 3, 4, 8]),
+    num_groups=st.sampled_from([1, 1, 2, 3]),
 )
-def test_random_traffic_gives_solo_tokens(seed, shape, num_blocks, budget, block_size):
+def test_random_traffic_gives_solo_tokens(seed, shape, num_blocks, budget, block_size, num_groups):
     depth, num_drafts, caching, policy = shape
-    traffic = Traffic(
-        seed, depth, num_drafts, caching, policy, num_blocks=num_blocks, budget=budget, block_size=block_size
-    )
+    sizes = {"num_blocks": num_blocks, "budget": budget, "block_size": block_size, "num_groups": num_groups}
+    traffic = Traffic(seed, depth, num_drafts, caching, policy, **sizes)
     traffic.run(STEPS)
 
 

@@ -22,7 +22,7 @@ class Bench:
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=length, **limits
         )
         self.scheduler = Scheduler(self.limits, self.cache)
-        self.device = Device(num_blocks, block_size, max_num_seqs, 0, random.Random(0))
+        self.device = Device(num_blocks, block_size, max_num_seqs, 0, random.Random(0), self.limits.num_groups)
         self.in_flight = []
         self.count = 0
 
@@ -305,3 +305,45 @@ def test_priority_victims_and_order():
     assert high.epoch == 0
     for request in (low, high, middle):
         check(request)
+
+
+# -- groups ----------------------------------------------------------------------------------------
+
+
+def test_groups_take_turns_and_share_alike():
+    """Five requests over two groups: three and two, each in every other step; a group without any is passed over."""
+    bench = Bench(num_groups=2, max_num_seqs=6)
+    requests = [bench.add(tokens(4, seed), max_tokens=8) for seed in range(5)]
+    plans = [bench.dispatch() for _ in range(4)]
+    assert [(plan.group, plan.num_rows) for plan in plans] == [(0, 3), (1, 2)] * 2
+    for _ in plans:
+        bench.commit()
+    for request in [row.request for row in plans[0].rows]:
+        bench.scheduler.finish(request, FinishReason.ABORT)
+    assert [bench.step().group for _ in range(3)] == [1, 1, 1]
+    bench.finish()
+    for request in requests:
+        if request.finish_reason is not FinishReason.ABORT:
+            check(request)
+
+
+def test_a_full_group_leaves_the_rest_to_the_others():
+    """Three slots for two groups, two of them the first group's; the fourth request waits for a slot of any group."""
+    bench = Bench(num_groups=2, max_num_seqs=3)
+    requests = [bench.add(tokens(4, seed), max_tokens=3 + seed) for seed in range(4)]
+    assert [bench.step().num_rows for _ in range(4)] == [2, 1, 2, 1]
+    assert len(bench.scheduler.waiting) == 1
+    bench.finish()
+    for request in requests:
+        check(request)
+
+
+def test_a_victim_of_another_group():
+    """The newest request is preempted for one of the other group, by columns and one by one; its tokens do not change."""
+    for count in (4, 20):
+        bench = Bench(num_groups=2, max_num_seqs=count, num_blocks=count * 3 - 1, block_size=4, budget=64)
+        requests = [bench.add(tokens(4, seed), max_tokens=12) for seed in range(count)]
+        bench.finish()
+        assert bench.scheduler.num_preemptions > 0
+        for request in requests:
+            check(request)

@@ -190,9 +190,9 @@ class ForgetsBlocks(RunningTable):
 class ReusesTenures(RunningTable):
     """The next owner of a slot cannot be told from the last."""
 
-    def add(self, request):
+    def add(self, request, group=0):
         self._num_tenures = 0
-        super().add(request)
+        super().add(request, group)
 
 
 TABLES = [KeepsPlaceholders, IgnoresLength, IgnoresEndIds, TakesDraftsForSteady, GoesOnAtTheEnd,
@@ -294,7 +294,7 @@ def test_length_ends_a_column_row_and_its_slot_is_free():
     assert commit.quiet == [requests[1]]
     assert requests[0].finish_reason is FinishReason.LENGTH
     assert requests[0].slot == requests[0].tenure == -1
-    assert steps.scheduler.running.num_free_slots == 7
+    assert steps.scheduler.running.num_free_slots(0) == 7
 
 
 def test_a_failed_row_ends_alone():

@@ -13,6 +13,7 @@ from flax import nnx
 from golden_cases import TOLERANCE, forward, read, supported
 from golden_configs import llama_config, qwen3_config
 from jax.sharding import Mesh
+from mesh_cases import GREEDY, PARAMS, SETTINGS, compare_logprobs, run
 from tiny_models import write_model
 
 from jaxinfer import LLM, SamplingParams
@@ -28,9 +29,6 @@ from jaxinfer.sharding.describe import describe, lines
 from jaxinfer.sharding.mesh import make_mesh, resolve_mesh
 from jaxinfer.sharding.parameters import abstract_parameters
 from jaxinfer.sharding.placement import device_bytes
-
-SETTINGS = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 16, "compile_cache": None}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
 def cut_of(config: dict, mesh: str | None) -> Partition:
@@ -107,27 +105,6 @@ def test_every_architecture(name, size, tmp_path):
     assert run(folder, mesh, [golden["input_ids"]], [GREEDY])[0][0] == expected
 
 
-def run(folder, mesh, prompts, params) -> list[tuple]:
-    with LLM(str(folder), mesh=mesh, **SETTINGS) as llm:
-        outputs = llm.generate(prompts, params)
-        assert llm.stats()["num_failed_steps"] == 0
-    answers = [output.outputs[0] for output in outputs]
-    return [
-        (answer.token_ids, answer.logprobs, out.prompt_logprobs) for answer, out in zip(answers, outputs, strict=True)
-    ]
-
-
-PARAMS = [
-    SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True),
-    SamplingParams(temperature=1.3, seed=2, max_tokens=12, ignore_eos=True),
-    SamplingParams(temperature=0.9, seed=3, top_k=9, top_p=0.9, min_p=0.01, logprobs=3, max_tokens=12, ignore_eos=True),
-    SamplingParams(temperature=0.9, seed=5, top_k=9, top_p=0.9, max_tokens=12, ignore_eos=True),
-    SamplingParams(temperature=0.0, presence_penalty=0.6, repetition_penalty=1.3, logit_bias={7: 2.0}, max_tokens=12),
-    SamplingParams(temperature=0.0, prompt_logprobs=2, logprobs=0, max_tokens=2, ignore_eos=True),
-    SamplingParams(temperature=1.0, seed=4, allowed_token_ids=[3, 140, 249], max_tokens=6, ignore_eos=True),
-]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_every_way_to_sample(kv_heads, tmp_path):
@@ -155,17 +132,6 @@ def test_bursts_and_two_steps_in_flight(tmp_path):
         names = llm.engine.runner.programs.stats.names
     assert [output.token_ids for output in outputs] == [answer[0] for answer in alone]
     assert any(name.startswith("steps-4") for name in names)
-
-
-def compare_logprobs(one, other):
-    assert (one is None) == (other is None)
-    for first, second in zip(one or (), other or (), strict=True):
-        assert (first is None) == (second is None)
-        if first is not None:
-            assert list(first) == list(second)
-            for token in first:
-                assert first[token].logprob == pytest.approx(second[token].logprob, abs=1e-5)
-                assert first[token].rank == second[token].rank
 
 
 # -- where things lie ----------------------------------------------------------------------------
@@ -235,7 +201,7 @@ def test_a_device_makes_its_own_dummy_weights_only():
     assert cut.mesh is not None
     for (path, _), leaf in zip(nnx.to_flat_state(nnx.state(model)), abstract_parameters(model, cut.mesh), strict=True):
         assert leaf.sharding is not None
-        dummy = Dummy(leaf, own_shape(path, leaf.shape, cut), partial(own_place, path, partition=cut), path)
+        dummy = Dummy(leaf, own_shape(path, leaf.shape, cut), partial(own_place, path, partition=cut), path, 0)
         program = _maker(dummy, leaf.sharding).lower(jnp.zeros(3, jnp.uint32)).compile()
         assert program.memory_analysis().temp_size_in_bytes <= 1024  # XLA divides no `jax.random`
         if path[-1] == "gate_up":
@@ -294,7 +260,7 @@ def test_a_description(capsys):
             "the model's intermediate_size, 100, cannot be divided among tensor=8",
         ),
         ("tensor=16", {}, "mesh tensor=16 needs 16 devices, there are 8"),
-        ("pipe=2", {}, "mesh axis pipe=2 is not supported yet: only data, tensor may exceed 1"),
+        ("expert=2", {}, "mesh axis expert=2 is not supported yet: only data, pipe, tensor may exceed 1"),
         ("tensro=2", {}, "unknown mesh axis 'tensro' in 'tensro=2'; did you mean tensor?"),
     ],
 )

@@ -44,23 +44,30 @@ class Device:
     num_slots: int
     num_drafts: int
     rng: random.Random
+    num_groups: int = 1
 
     def __post_init__(self) -> None:
         self.kv = np.full((self.num_blocks * self.block_size, 2), -1, np.int32)
         self.committed = self.kv.copy()  # what is surely written: the writes of committed plans only
         self.writes: deque[list[tuple[np.ndarray, np.ndarray]]] = deque()
         self.last_token = [0] * self.num_slots
+        self.fed = [0] * self.num_slots  # last tokens as a pipeline's first stage knows them
+        self.returning: dict[int, dict[int, int]] = {}  # group -> slot -> token: on the way to the first stage
         self.num_computed = [0] * self.num_slots
         self.drafts: list[list[int]] = [[] for _ in range(self.num_slots)]
 
     def run(self, plan: StepPlan) -> StepResult:
         self.writes.append([])
+        for slot, token in self.returning.pop(plan.group, {}).items():
+            self.fed[slot] = token
+        assert all(row.slot % self.num_groups == plan.group for row in plan.rows), "a row of another group"
         within = np.arange(self.block_size)
         sources = [source * self.block_size + within for source, _ in plan.copies]
         contents = [self.kv[slots].copy() for slots in sources]
         for (_, target), content in zip(plan.copies, contents, strict=True):
             self._write(target * self.block_size + within, content)
         emitted = [self._run_row(row) for row in plan.rows]
+        self.returning[plan.group] = {row.slot: self.last_token[row.slot] for row in plan.rows if row.samples}
         num_decodes = len(plan.decodes)
         tokens = np.array([tokens[0] for tokens in emitted[:num_decodes]], np.int64)
         return StepResult(emitted[num_decodes:], decode_token_ids=tokens)
@@ -83,7 +90,7 @@ class Device:
             self.num_computed[slot] = row.start
             self.drafts[slot] = []  # what is there is the former owner's
         known = request.token_ids[row.start : row.start + row.num_tokens]
-        tokens = known if known else [self.last_token[slot]]
+        tokens = known if known else [self.fed[slot]]
         tokens = tokens + self.drafts[slot][: row.num_tokens - len(tokens)]
         assert len(tokens) == row.num_tokens, "the plan refers to tokens nobody has"
         start = self.num_computed[slot]
@@ -136,6 +143,7 @@ class Traffic:
     max_num_seqs: int = 4
     budget: int = 12
     scheduler_class: type[Scheduler] = Scheduler
+    num_groups: int = 1
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -146,9 +154,11 @@ class Traffic:
             max_num_batched_tokens=self.budget,
             max_model_len=self.max_model_len,
             policy=self.policy,
+            num_groups=self.num_groups,
         )
         self.scheduler = self.scheduler_class(limits, self.cache)
-        self.device = Device(self.num_blocks, self.block_size, self.max_num_seqs, self.num_drafts, self.rng)
+        sizes = (self.num_blocks, self.block_size, self.max_num_seqs)
+        self.device = Device(*sizes, self.num_drafts, self.rng, self.num_groups)
         self.families = [[self.rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
         self.requests: list[Request] = []
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
