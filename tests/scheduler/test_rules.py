@@ -339,7 +339,7 @@ def test_a_full_group_leaves_the_rest_to_the_others():
 
 
 def test_a_victim_of_another_group():
-    """The newest request is preempted for one of the other group, by columns and one by one; its tokens do not change."""
+    """The newest request is preempted for one of the other group, by columns and one by one; tokens stay the same."""
     for count in (4, 20):
         bench = Bench(num_groups=2, max_num_seqs=count, num_blocks=count * 3 - 1, block_size=4, budget=64)
         requests = [bench.add(tokens(4, seed), max_tokens=12) for seed in range(count)]
