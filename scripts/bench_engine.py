@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int)
     parser.add_argument("--decode-steps", type=int)
     parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--mesh", help="such as tensor=2; goals are those of one device")
     args = parser.parse_args()
     prepare_backend(args)
     import jax
@@ -37,7 +38,9 @@ def main() -> None:
     from jaxinfer.measure import load_subject
 
     keep_modules()
-    subject = load_subject(args.config, {name: getattr(args, name) for name in ("depth", "decode_steps", "kernels")})
+    subject = load_subject(
+        args.config, {name: getattr(args, name) for name in ("depth", "decode_steps", "kernels", "mesh")}
+    )
     engine, stats = subject.llm.engine, subject.llm.stats()
     print(f"{args.config} on {jax.devices()[0].device_kind}, jax {jax.__version__}, kernels {stats['kernels']}")
     print(f"start-up {time.perf_counter() - START:.1f} s, {stats['num_programs']} programs "

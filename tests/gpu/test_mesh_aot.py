@@ -53,3 +53,16 @@ def test_a_layer_has_two_all_reduces() -> None:
     added.pop("all-reduce-done", None)
     assert set(added) <= {"mosaic_gpu_v2", "fusion", "custom-call", "__cublas$gemm", "dot"}
     assert added["mosaic_gpu_v2"] == 2
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["first stage", "last stage"])
+def test_a_stage_of_a_pipeline(first: int) -> None:
+    """One layer of two: its caches stay where they are, and the embedding or the sampler is not there."""
+    compiled, cache = compile_step(h200_mesh(2), DECODE, KERNELS, num_blocks=NUM_BLOCKS, stage=(first, 1))
+    check_in_place(compiled, cache, num_layers=1)
+    counts = count_kernels(compiled)
+    print(dict(counts))
+    assert (
+        counts["all-reduce"] + counts["all-reduce-start"] == 2 + 1
+    )  # the layer's, and the embedding's or the sampler's
+    assert counts["all-gather"] + counts["all-gather-start"] == first

@@ -38,13 +38,15 @@ def compile_step(
     num_blocks: int = 2000,
     cache_dtype: str = "bfloat16",
     decode_steps: int = 1,
+    stage: tuple[int, int] | None = None,
 ) -> tuple[jax.stages.Compiled, jax.ShapeDtypeStruct]:
     """A step of a model of Qwen3-8B's sizes in bfloat16, and the shape of one of its caches on a device.
 
-    With more than one of `decode_steps`, it is a burst of so many.
+    With more than one of `decode_steps`, it is a burst of so many; with a `stage` (first layer, number of layers), that
+    stage's share of the step.
     """
     config = ModelConfig(num_layers=num_layers, **QWEN3_8B)
-    cut = divide(config, where if isinstance(where, jax.sharding.Mesh) else None)
+    cut = divide(config, where if isinstance(where, jax.sharding.Mesh) else None, *stage or ())
     model = build_model(cut, "bfloat16", kernels)  # pyright: ignore[reportArgumentType]
     sizes = DeviceShapes(256, config.max_position_embeddings // shape.block_size, 4096, config.vocab_size)
     programs = Programs(
@@ -58,6 +60,8 @@ def compile_step(
         mesh=cut.mesh,
         message_rows=256,
         decode_steps=decode_steps,
+        is_first=cut.is_first,
+        is_last=cut.is_last,
     )
     key = programs.step_key(shape) if decode_steps == 1 else programs.burst_key(shape)
     function, donated, arguments = programs._describe(key)
