@@ -1,6 +1,7 @@
 # make generate    set up, then generate text with the embedded model     PROMPT="..."  EXTRA=cuda|tpu  ARGS="..."
 # make test        set up, then lint, types and the fast tests
 # make test-all    the same, then ahead-of-time compilation for accelerators, then the slow tests
+# make bench-scheduler    what a decode step costs the host, on no device
 # make aot         compiles the accelerators' kernels, in an environment of their own (.venv-aot)
 
 VENV ?= .venv
@@ -22,7 +23,7 @@ AOT_WHEELS := jax==0.11.2 jaxlib==0.11.2 jax-cuda13-pjrt==0.11.2 jax-cuda13-plug
 AOT_NEEDS := numpy scipy ml_dtypes opt_einsum 'flax>=0.12.10,<0.13' 'safetensors>=0.6' 'tokenizers>=0.22' 'jinja2>=3.1' \
 	'pytest>=9.0,<10' 'pytest-timeout>=2.4' 'hypothesis>=6.140'
 
-.PHONY: generate test test-all check slow aot clean
+.PHONY: generate test test-all check slow aot bench-scheduler clean
 export TOKENIZERS_PARALLELISM := false
 
 generate: $(INSTALLED)
@@ -30,15 +31,18 @@ generate: $(INSTALLED)
 generate: export PROMPT := $(PROMPT)
 
 test: check
-	$(PYTHON) -m pytest -m "not slow and not aot and not device"
+	$(PYTHON) -m pytest --benchmark-disable -m "not slow and not aot and not device and not two_devices"
 
 test-all: test slow
 
 slow: aot $(TESTED)
-	$(PYTHON) -m pytest -m "slow and not aot and not device"
+	$(PYTHON) -m pytest -m "slow and not aot and not device and not two_devices"
 
 aot: $(AOT_INSTALLED)
 	JAX_PLATFORMS=cpu PYTHONPATH=. $(AOT)/bin/python -m pytest -m aot tests/gpu tests/tpu
+
+bench-scheduler: $(TESTED)
+	$(PYTHON) -m pytest tests/scheduler/test_host_time.py --benchmark-columns=median,min,rounds --benchmark-sort=name
 
 check: $(TESTED)
 	$(PYTHON) -m ruff check .
