@@ -9,15 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from golden_cases import forward
-from tiny_models import EOS, write_model, write_tokenizer
+from tiny_models import EOS, ODD_BUDGET, SETTINGS, TIGHT, TIGHTEST, write_model, write_tokenizer
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.config import RopeConfig
 from jaxinfer.core import FinishReason
 from jaxinfer.layers import inverse_frequencies
 
-SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 16, "num_blocks": 200,
-            "max_model_len": 1024, "compile_cache": None, "dtype": "float32"}  # fmt: skip
 GROUPS = {
     "A": (2, 3, 6, 8),
     "B": (1, 2, 4, 7, 8, 10, 11, 12, 14, 16, 18),
@@ -119,17 +117,17 @@ def test_two_requests_outgrow_the_pool(folder, fields):
     """C3: two 34-token prompts, 35 outputs, 7 blocks of 16: as with a large pool."""
     params = SamplingParams(**{"temperature": 1.0, "max_tokens": 35, "ignore_eos": True, **fields})
     results = []
-    for num_blocks in (8, 100):
-        with LLM(str(folder), **{**SETTINGS, "num_blocks": num_blocks, "max_model_len": 100}) as llm:
+    for settings in (TIGHTEST, SETTINGS):
+        with LLM(str(folder), **settings) as llm:
             outputs = llm.generate([prompt(34, 1), prompt(34, 2)], params)
             results.append([[answer.token_ids for answer in output.outputs] for output in outputs])
-            assert (llm.stats()["num_preemptions"] > 0) == (num_blocks == 8)
+            assert (llm.stats()["num_preemptions"] > 0) == (settings is TIGHTEST)
     assert results[0] == results[1]
 
 
 def test_cancel_after_every_chunk(folder):
     """C5: one terminal event, no token after it, blocks freed."""
-    with LLM(str(folder), **{**SETTINGS, "max_num_batched_tokens": 32, "depth": 2}) as llm:
+    with LLM(str(folder), **ODD_BUDGET, depth=2) as llm:
         for steps in range(12):
             state = llm.engine.make(prompt(200, steps), greedy(), is_streaming=True)
             llm.engine.submit([state])
@@ -162,17 +160,17 @@ def test_repeated_prompt_under_preemption_schedules_its_suffix_only(folder):
 def test_shared_prefixes_in_one_step_with_unaligned_chunks(folder):
     """D3: both as alone."""
     prompts = [prompt(100) + prompt(40, 1), prompt(100) + prompt(33, 2)]
-    with LLM(str(folder), **{**SETTINGS, "enable_prefix_caching": False}) as llm:
+    with LLM(str(folder), **SETTINGS, enable_prefix_caching=False) as llm:
         solo = [ids(llm.generate([one], greedy())[0]) for one in prompts]
-    with LLM(str(folder), **{**SETTINGS, "max_num_batched_tokens": 50}) as llm:
+    with LLM(str(folder), **ODD_BUDGET) as llm:
         assert [ids(output) for output in llm.generate(prompts, greedy())] == solo
 
 
 def test_evicted_prefix_is_a_miss_with_the_right_output(folder):
     """D8: fill with A, evict it through B, send A again."""
-    with LLM(str(folder), **{**SETTINGS, "num_blocks": 12, "max_model_len": 170}) as llm:
+    with LLM(str(folder), **TIGHT) as llm:
         first = llm.generate([prompt(120, 1)], greedy())[0]
-        llm.generate([prompt(160, 2)], greedy(max_tokens=9))
+        llm.generate([prompt(180, 2)], greedy(max_tokens=9))
         again = llm.generate([prompt(120, 1)], greedy())[0]
     assert again.num_cached_tokens < 20
     assert ids(again) == ids(first)

@@ -19,7 +19,7 @@ from jaxinfer import arguments, generate
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("cli") / "model", seed=4)
+    return write_model(tmp_path_factory.mktemp("cli") / "model", seed=4, num_hidden_layers=1)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ SCRIPTS = sorted((Path(__file__).parents[1] / "vllm_scripts").glob("*.py"))
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_script_runs(tmp_path, tmp_path_factory, script):
-    folder = write_model(tmp_path / "m")
+    folder = write_model(tmp_path / "m", num_hidden_layers=1)
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.getbasetemp() / "cache")}
     result = subprocess.run(
         [sys.executable, script, folder], env=environment, capture_output=True, text=True, check=False

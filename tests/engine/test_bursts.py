@@ -5,12 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from tiny_models import write_model
+from tiny_models import SETTINGS, write_model
 
 from jaxinfer import LLM, SamplingParams
-
-SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 16, "num_blocks": 200,
-            "max_model_len": 256, "compile_cache": None, "dtype": "float32", "warmup": "full"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +39,7 @@ def make_requests() -> list[tuple[list[int], SamplingParams]]:
 
 def run(folder, num_aborted: int = 0, **changes) -> tuple[list[tuple[list[int], str, str | None]], dict, int]:
     """(tokens, text, reason) of each request, the stats, and how many bursts ran. The last ones are aborted early."""
-    with LLM(str(folder), **{**SETTINGS, **changes}) as llm:
+    with LLM(str(folder), **{**SETTINGS, **changes}, warmup="full") as llm:
         runner, num_bursts = llm.engine.runner, 0
         original = runner._run_burst
 
@@ -74,8 +71,8 @@ def single(folder):
     ("depth", "decode_steps", "changes"),
     [
         (2, 4, {}),
-        pytest.param(1, 3, {"num_blocks": 17}, marks=pytest.mark.slow),
-        pytest.param(2, 3, {"num_blocks": 17}, marks=pytest.mark.slow),
+        pytest.param(1, 3, {"num_blocks": 17, "max_model_len": 256}, marks=pytest.mark.slow),
+        pytest.param(2, 3, {"num_blocks": 17, "max_model_len": 256}, marks=pytest.mark.slow),
         pytest.param(1, 2, {}, marks=pytest.mark.slow),
         pytest.param(3, 5, {"num_aborted": 3}, marks=pytest.mark.slow),
         pytest.param(2, 2, {"num_aborted": 3}, marks=pytest.mark.slow),

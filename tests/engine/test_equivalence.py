@@ -135,8 +135,8 @@ def test_tiny_pool_and_any_order_equal_solo(folder, solo, depth):
 
 def test_nothing_is_compiled_after_warm_up(folder):
     """P6: random traffic, with every compilation counted, eager host operations included."""
-    with make_llm(folder, block_size=16, num_blocks=100, max_model_len=1536, depth=2) as llm:
-        requests = [(prompt[:1400], params) for prompt, params in make_requests()]
+    with make_llm(folder, depth=2, num_blocks=21) as llm:
+        requests = make_requests()
         run_together(llm, requests[:4])
         events: list[str] = []
 

@@ -10,7 +10,7 @@ import threading
 
 import jax.numpy as jnp
 import pytest
-from tiny_models import write_model
+from tiny_models import SETTINGS, write_model
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.core import FinishReason
@@ -21,8 +21,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     folder = write_model(tmp_path_factory.mktemp("robust") / "model", seed=3)
-    with LLM(str(folder), max_num_seqs=8, max_num_batched_tokens=64, num_blocks=60, block_size=16,
-             max_model_len=512, compile_cache=None, warmup="full", depth=2) as llm:  # fmt: skip
+    with LLM(str(folder), **SETTINGS, warmup="full", depth=2) as llm:
         yield llm
 
 

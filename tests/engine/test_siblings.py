@@ -7,12 +7,9 @@ import random
 import numpy as np
 import pytest
 from golden_cases import forward
-from tiny_models import BOS, END, USER, write_model
+from tiny_models import BOS, END, ODD_BUDGET, SETTINGS, TIGHT, TIGHTEST, USER, write_model
 
 from jaxinfer import LLM, SamplingParams
-
-SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 16, "num_blocks": 400,
-            "max_model_len": 2048, "compile_cache": None, "dtype": "float32"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +77,7 @@ def test_forks_around_block_borders(folder, length, depth):
 @pytest.mark.parametrize("caching", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sixteen_answers_under_preemption(folder, caching):
     """More answers than rows, in a pool that cannot hold them: still the solo answers."""
-    tight = {**SETTINGS, "num_blocks": 14, "max_model_len": 200, "enable_prefix_caching": caching, "depth": 2}
-    with LLM(str(folder), **tight) as llm:
+    with LLM(str(folder), **TIGHT, enable_prefix_caching=caching, depth=2) as llm:
         output = llm.generate([prompt(40, 2)], sampled(n=16, seed=3, max_tokens=40, frequency_penalty=0.5))[0]
         assert llm.stats()["num_preemptions"] > 0
         solo = [
@@ -143,23 +139,17 @@ def test_prompt_logprobs_equal_the_forward_pass(folder, llm):
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks_hits_or_preemption(folder):
-    wanted = prompt(200, 9)
+    wanted = prompt(190, 9)
     params = sampled(prompt_logprobs=2, max_tokens=4, seed=1)
-    settings = [
-        {},
-        {"max_num_batched_tokens": 37},
-        {"num_blocks": 20, "max_model_len": 300, "depth": 2},
-    ]
     results = []
-    for changes in settings:
-        with LLM(str(folder), **{**SETTINGS, **changes}) as llm:
+    for settings in (SETTINGS, ODD_BUDGET, {**TIGHT, "depth": 2}):
+        with LLM(str(folder), **settings) as llm:
             llm.generate([wanted[:120]], sampled())  # something to hit
             others = [prompt(100, seed) for seed in range(20, 23)]
             outputs = llm.generate([*others, wanted, *others], [*[sampled(seed=4)] * 3, params, *[sampled(seed=4)] * 3])
             results.append(outputs[3])
             assert outputs[3].num_cached_tokens == 0
-            if "num_blocks" in changes:
-                assert llm.stats()["num_preemptions"] > 0
+            assert (llm.stats()["num_preemptions"] > 0) == ("depth" in settings)
     for other in results[1:]:
         assert other.outputs[0].token_ids == results[0].outputs[0].token_ids
         for one, same in zip(other.prompt_logprobs[1:], results[0].prompt_logprobs[1:], strict=True):
@@ -178,7 +168,7 @@ def test_prompt_logprobs_come_once_and_siblings_share_them(llm):
 
 
 def test_priorities_decide_who_waits(folder):
-    with LLM(str(folder), **{**SETTINGS, "max_num_seqs": 1}, policy="priority") as llm:
+    with LLM(str(folder), **{**SETTINGS, "max_num_seqs": 1, "max_num_batched_tokens": 16}, policy="priority") as llm:
         order: list[int] = []
         states = [llm.engine.make(prompt(9, seed), sampled(), priority=rank) for seed, rank in enumerate([5, 1, 3, 1])]
         llm.engine.submit(states)
@@ -191,7 +181,7 @@ def test_priorities_decide_who_waits(folder):
 
 def test_equal_priorities_never_ping_pong(folder):
     """Two that cannot both stay: the later one yields, and once only."""
-    with LLM(str(folder), **{**SETTINGS, "num_blocks": 8, "max_model_len": 100}, policy="priority") as llm:
+    with LLM(str(folder), **TIGHTEST, policy="priority") as llm:
         states = [llm.engine.make(prompt(34, seed), sampled(max_tokens=35, seed=seed)) for seed in (1, 2)]
         llm.engine.submit(states)
         while llm.engine.step():

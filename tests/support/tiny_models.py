@@ -32,6 +32,22 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": EOS,
 }
 
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "block_size": 16,
+    "num_blocks": 400,
+    "max_model_len": 2048,
+    "compile_cache": None,
+    "dtype": "float32",
+}
+"""Of most engines. Programs depend on sizes alone, so that those of equal sizes are compiled once in a run."""
+TIGHT = {**SETTINGS, "num_blocks": 14, "max_model_len": 200}
+"""Nothing fits beside a request of the greatest length."""
+TIGHTEST = {**SETTINGS, "num_blocks": 8, "max_model_len": 100}
+ODD_BUDGET = {**SETTINGS, "max_num_batched_tokens": 37}
+"""Chunks of prompts end within blocks."""
+
 
 def byte_tokenizer() -> Tokenizer:
     """Byte-level BPE without merges: ids 0 to 255 are bytes (in GPT-2's order of characters), then four specials."""
