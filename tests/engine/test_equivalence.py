@@ -9,7 +9,7 @@ import string
 
 import jax
 import pytest
-from tiny_models import VOCAB, write_model
+from tiny_models import VOCAB, shrink_pool, write_model
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.core import RequestOutput
@@ -122,7 +122,8 @@ def test_tiny_pool_and_any_order_equal_solo(folder, solo, depth):
     requests = make_requests()
     order = list(range(NUM_REQUESTS))
     random.Random(depth).shuffle(order)
-    with make_llm(folder, depth=depth, num_blocks=21) as llm:  # 20 blocks of 128
+    with make_llm(folder, depth=depth) as llm:
+        shrink_pool(llm, 21)  # 20 blocks of 128
         outputs = run_together(llm, requests, order)
         stats = llm.stats()
         assert largest_difference(solo, outputs) < LOGPROB_TOLERANCE
@@ -135,7 +136,8 @@ def test_tiny_pool_and_any_order_equal_solo(folder, solo, depth):
 
 def test_nothing_is_compiled_after_warm_up(folder):
     """P6: random traffic, with every compilation counted, eager host operations included."""
-    with make_llm(folder, depth=2, num_blocks=21) as llm:
+    with make_llm(folder, depth=2) as llm:
+        shrink_pool(llm, 21)
         requests = make_requests()
         run_together(llm, requests[:4])
         events: list[str] = []

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 from golden_cases import forward
-from tiny_models import BOS, END, ODD_BUDGET, SETTINGS, TIGHT, TIGHTEST, USER, write_model
+from tiny_models import BOS, END, ODD_BUDGET, SETTINGS, USER, shrink_pool, write_model
 
 from jaxinfer import LLM, SamplingParams
 
@@ -77,7 +77,8 @@ def test_forks_around_block_borders(folder, length, depth):
 @pytest.mark.parametrize("caching", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sixteen_answers_under_preemption(folder, caching):
     """More answers than rows, in a pool that cannot hold them: still the solo answers."""
-    with LLM(str(folder), **TIGHT, enable_prefix_caching=caching, depth=2) as llm:
+    with LLM(str(folder), **SETTINGS, enable_prefix_caching=caching, depth=2) as llm:
+        shrink_pool(llm, 14)
         output = llm.generate([prompt(40, 2)], sampled(n=16, seed=3, max_tokens=40, frequency_penalty=0.5))[0]
         assert llm.stats()["num_preemptions"] > 0
         solo = [
@@ -139,17 +140,18 @@ def test_prompt_logprobs_equal_the_forward_pass(folder, llm):
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks_hits_or_preemption(folder):
-    wanted = prompt(190, 9)
+    wanted = prompt(200, 9)
     params = sampled(prompt_logprobs=2, max_tokens=4, seed=1)
     results = []
-    for settings in (SETTINGS, ODD_BUDGET, {**TIGHT, "depth": 2}):
+    for settings, num_blocks in ((SETTINGS, 400), (ODD_BUDGET, 400), ({**SETTINGS, "depth": 2}, 20)):
         with LLM(str(folder), **settings) as llm:
+            shrink_pool(llm, num_blocks)
             llm.generate([wanted[:120]], sampled())  # something to hit
             others = [prompt(100, seed) for seed in range(20, 23)]
             outputs = llm.generate([*others, wanted, *others], [*[sampled(seed=4)] * 3, params, *[sampled(seed=4)] * 3])
             results.append(outputs[3])
             assert outputs[3].num_cached_tokens == 0
-            assert (llm.stats()["num_preemptions"] > 0) == ("depth" in settings)
+            assert (llm.stats()["num_preemptions"] > 0) == (num_blocks == 20)
     for other in results[1:]:
         assert other.outputs[0].token_ids == results[0].outputs[0].token_ids
         for one, same in zip(other.prompt_logprobs[1:], results[0].prompt_logprobs[1:], strict=True):
@@ -181,7 +183,8 @@ def test_priorities_decide_who_waits(folder):
 
 def test_equal_priorities_never_ping_pong(folder):
     """Two that cannot both stay: the later one yields, and once only."""
-    with LLM(str(folder), **TIGHTEST, policy="priority") as llm:
+    with LLM(str(folder), **SETTINGS, policy="priority") as llm:
+        shrink_pool(llm, 8)
         states = [llm.engine.make(prompt(34, seed), sampled(max_tokens=35, seed=seed)) for seed in (1, 2)]
         llm.engine.submit(states)
         while llm.engine.step():

@@ -11,6 +11,9 @@ from golden_weights import make_state_dict
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from jaxinfer import LLM
+from jaxinfer.cache import KVCacheManager
+
 VOCAB = 260
 BOS, EOS, USER, END = 256, 257, 258, 259
 
@@ -42,11 +45,17 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32",
 }
 """Of most engines. Programs depend on sizes alone, so that those of equal sizes are compiled once in a run."""
-TIGHT = {**SETTINGS, "num_blocks": 14, "max_model_len": 200}
-"""Nothing fits beside a request of the greatest length."""
-TIGHTEST = {**SETTINGS, "num_blocks": 8, "max_model_len": 100}
 ODD_BUDGET = {**SETTINGS, "max_num_batched_tokens": 37}
 """Chunks of prompts end within blocks."""
+
+
+def shrink_pool(llm: LLM, num_blocks: int) -> None:
+    """Leaves a fresh engine the first blocks of its pool, the null block included: programs stay those of the whole."""
+    engine = llm.engine
+    whole = engine._cache
+    assert num_blocks <= whole.pool.num_blocks
+    cache = KVCacheManager(num_blocks, whole.block_size, enable_prefix_caching=whole.enable_prefix_caching)
+    engine._cache = engine._scheduler.cache = cache
 
 
 def byte_tokenizer() -> Tokenizer:
