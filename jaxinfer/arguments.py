@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import os
@@ -53,6 +54,43 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--pipe-layers", type=_numbers, metavar="N,...", help="layers of each stage of pipe=N (default: even)"
     )
+    group = parser.add_argument_group("several processes (the same command in each; process 0 answers)")
+    group.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="where process 0 listens, or 'auto': what the cluster says"
+    )
+    group.add_argument("--num-processes", type=int, metavar="N", help="of the run")
+    group.add_argument("--process-id", type=int, metavar="I", help="of this one, from 0")
+
+
+def connect(args: argparse.Namespace) -> bool:
+    """Joins the run of several processes that the flags name, if they name one; whether this process answers.
+
+    Raises:
+      ValueError: a mistake in the flags.
+      SystemExit: another process did not come.
+    """
+    if args.coordinator is None:
+        for name in ("num_processes", "process_id"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} needs --coordinator")
+        return True
+    prepare_backend(args)
+    _keep_stdout()
+    from jaxinfer.sharding.processes import connect_processes
+
+    try:
+        processes = connect_processes(args.coordinator, args.num_processes, args.process_id)
+    except ConnectionError as error:
+        raise SystemExit(str(error)) from None
+    return processes is None or processes.leads
+
+
+def _keep_stdout() -> None:
+    """What libraries write to stdout goes to stderr: Gloo, with which CPUs exchange, tells each connection there."""
+    with contextlib.suppress(OSError, ValueError):  # no such file: then nothing can write to it
+        own = os.dup(sys.stdout.fileno())
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        sys.stdout = open(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
 
 
 def prepare_backend(args: argparse.Namespace) -> None:
@@ -76,6 +114,8 @@ def run_command(
         return run(args)
     except ValueError as error:
         print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        if getattr(args, "coordinator", None) is not None:
+            _tell_others(error)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -83,6 +123,15 @@ def run_command(
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
         return BROKEN_PIPE
+
+
+def _tell_others(error: ValueError) -> None:
+    """The other processes of a run end too, with the same exit code."""
+    from jaxinfer.sharding.processes import current
+
+    processes = current()
+    if processes is not None:
+        processes.fail(error, 2)
 
 
 @contextmanager

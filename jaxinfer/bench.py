@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.arguments import (
     OneLineParser,
     add_engine_arguments,
+    connect,
     engine_arguments,
     keep_modules,
     prepare_backend,
@@ -174,7 +175,8 @@ def run(args: argparse.Namespace) -> int:
     """
     workload, options = read_workload(args), read_options(args)
     params = SamplingParams(temperature=args.temperature, ignore_eos=True)
-    check_output(args.json)
+    if connect(args):
+        check_output(args.json)
     prepare_backend(args)
     from jaxinfer.measure import load_subject, measure  # here: --help and mistakes need no jax
 

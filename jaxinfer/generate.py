@@ -22,6 +22,7 @@ from jaxinfer.arguments import (
     OneLineParser,
     add_engine_arguments,
     add_sampling_arguments,
+    connect,
     engine_arguments,
     keep_modules,
     prepare_backend,
@@ -87,8 +88,9 @@ def run(args: argparse.Namespace) -> int:
       ValueError: a mistake in the call.
     """
     sampling_params(args, SamplingParams())  # a bad value is told before the model is loaded
-    template = read_template(args.chat_template)
-    prompts = [] if args.interactive else read_prompts(args)
+    leads = connect(args)
+    template = read_template(args.chat_template) if leads else None
+    prompts = read_prompts(args) if leads and not args.interactive else []
     prepare_backend(args)
     from jaxinfer.interactive import converse  # here: --help and mistakes need no jax
     from jaxinfer.llm import LLM

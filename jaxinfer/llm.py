@@ -30,6 +30,9 @@ class LLM:
       on_compile: called with (number of programs, False) before compiling and (0, True) after each; for progress.
       kwargs: fields of `EngineConfig`, or vLLM's names for them.
 
+    In a run of several processes (`jaxinfer.sharding.processes.connect_processes`) every one makes the same `LLM`.
+    Process 0 gets it; in the others the call serves process 0 until that closes its own, and then raises `SystemExit`.
+
     Raises:
       ValueError: an unknown argument, or a model that cannot be loaded.
 
@@ -174,8 +177,8 @@ class LLM:
         return self.engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """Aborts what runs. The arrays go with the object."""
-        self.engine.abort_all()
+        """Aborts what runs. The arrays go with the object. Of several processes, the others end."""
+        self.engine.close()
 
     def __enter__(self) -> Self:
         return self

@@ -65,10 +65,12 @@ def resolve_mesh(setting: str | Mesh | None) -> Mesh | None:
       setting: text such as "tensor=2", a mesh whose axes are some of `AXES` in any order, or None.
 
     Raises:
-      ValueError: what `parse_mesh` and `make_mesh` refuse, an axis that is not implemented, or devices of other
-        processes.
+      ValueError: what `parse_mesh` and `make_mesh` refuse, an axis that is not implemented, or, where several processes
+        run, a mesh that does not lie in all of them.
     """
     if setting is None:
+        if jax.process_count() > 1:
+            raise ValueError(f"{jax.process_count()} processes need a mesh over their devices, such as {_whole()}")
         return None
     mesh = make_mesh(parse_mesh(setting)) if isinstance(setting, str) else _with_all_axes(setting)
     for name, size in mesh.shape.items():
@@ -76,13 +78,43 @@ def resolve_mesh(setting: str | Mesh | None) -> Mesh | None:
             raise ValueError(
                 f"mesh axis {name}={size} is not supported yet: only {', '.join(IMPLEMENTED)} may exceed 1"
             )
-    foreign = [device for device in mesh.devices.flat if device.process_index != jax.process_index()]
-    if foreign:
-        raise ValueError(
-            f"mesh device {foreign[0]} belongs to process {foreign[0].process_index}: one process is needed"
-        )
+    if jax.process_count() > 1:
+        _check_processes(mesh)
     is_default = mesh.size == 1 and mesh.devices.flat[0] == jax.devices()[0]
     return None if is_default else mesh
+
+
+def _check_processes(mesh: Mesh) -> None:
+    """Refuses what several processes cannot run in lockstep."""
+    if mesh.shape["data"] > 1:
+        raise ValueError(
+            f"mesh axis data={mesh.shape['data']} over {jax.process_count()} processes is not supported: "
+            "replicas exchange nothing, so start one run for each"
+        )
+    if mesh.shape["pipe"] > 1:
+        raise ValueError(
+            f"mesh axis pipe={mesh.shape['pipe']} over {jax.process_count()} processes is not supported yet: "
+            f"only tensor may exceed 1, as in {_whole()}"
+        )
+    owners = {device.process_index for device in mesh.devices.flat}
+    for process in range(jax.process_count()):
+        if process not in owners:
+            raise ValueError(
+                f"the mesh of {mesh.size} devices has none of process {process}: "
+                f"each of the {jax.process_count()} needs a part, as in {_whole()}"
+            )
+
+
+def _whole() -> str:
+    """A mesh over all devices."""
+    return f"tensor={jax.device_count()}"
+
+
+def own_devices(mesh: Mesh | None) -> list[Any]:
+    """The devices of a mesh that belong to this process, or its default device; never none."""
+    if mesh is None:
+        return [jax.local_devices()[0]]
+    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
 
 
 def _with_all_axes(mesh: Mesh) -> Mesh:

@@ -31,9 +31,10 @@ from jaxinfer.loaders import Checkpoint, Dummy, OrbaxFolder, dummy_weights, fill
 from jaxinfer.models import DenseModel, Partition, build_model, cut_stages, divide, find_family, parse_config
 from jaxinfer.models.partition import own_place, own_shape, widen
 from jaxinfer.scheduler import resolve_max_model_len
-from jaxinfer.sharding.mesh import resolve_mesh
+from jaxinfer.sharding.mesh import own_devices, resolve_mesh
 from jaxinfer.sharding.parameters import abstract_parameters
 from jaxinfer.sharding.placement import device_bytes
+from jaxinfer.sharding.processes import maximum, minimum
 from jaxinfer.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 LOGGER = logging.getLogger("jaxinfer")
@@ -99,7 +100,7 @@ def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: N
             compiling.result()
         if not any(keys) or jax.default_backend() == "cpu":
             break
-        needed = [stage.programs.largest_temporaries(ladder.shapes) for stage in stages]
+        needed = [maximum(stage.programs.largest_temporaries(ladder.shapes)) for stage in stages]
         is_enough = all(most <= stage.account.temporaries for most, stage in zip(needed, stages, strict=True))
         for most, stage in zip(needed, stages, strict=True):
             stage.temporaries, stage.account = most, dataclasses.replace(stage.account, temporaries=most)
@@ -120,7 +121,7 @@ class Stage:
 
     cut: Partition
     model: DenseModel
-    devices: list[Device]
+    devices: list[Device]  # of this process
     temporaries: int | None = None  # known when programs are compiled
     account: MemoryAccount = field(init=False)
     programs: Programs = field(init=False)
@@ -128,7 +129,7 @@ class Stage:
 
 
 def _stage(cut: Partition, config: EngineConfig) -> Stage:
-    devices = [jax.devices()[0]] if cut.mesh is None else list(cut.mesh.devices.flat)
+    devices = own_devices(cut.mesh)
     config = config.resolve(jax.default_backend(), cut.model.max_position_embeddings)
     kernels = choose_kernels(config, cut.local, devices[0])
     if config.kernels != "reference" and message_rows(config, cut, devices[0]):
@@ -150,7 +151,8 @@ def _resolve(config: EngineConfig, stages: list[Stage]) -> EngineConfig:
         config = dataclasses.replace(config, decode_steps=1, depth=depth)
     config = config.resolve(jax.default_backend(), stages[0].cut.model.max_position_embeddings)
     if config.decode_steps is None:
-        num_bytes = device_bytes(nnx.state(stages[0].model)) // len(stages[0].devices)
+        mesh = stages[0].cut.mesh
+        num_bytes = device_bytes(nnx.state(stages[0].model)) // (1 if mesh is None else mesh.size)
         config = dataclasses.replace(config, decode_steps=4 if not is_cpu and num_bytes < SMALL_MODEL_BYTES else 1)
     return config
 
@@ -178,6 +180,7 @@ def _size(config: EngineConfig, stages: list[Stage], ladder: BucketLadder) -> Me
             device=fullest(stage.devices),
             others=others,
         )
+        stage.account = dataclasses.replace(stage.account, num_blocks=minimum(stage.account.num_blocks))
     return _tightest(stages)
 
 
@@ -187,7 +190,7 @@ def _tightest(stages: list[Stage]) -> MemoryAccount:
 
 def _saved(folder: Path | None, config: EngineConfig, stage: Stage) -> ExecutableCache | None:
     """Where the stage's compiled programs are kept."""
-    if folder is None or stage.devices[0].platform == "cpu":
+    if folder is None or stage.devices[0].platform == "cpu" or jax.process_count() > 1:
         return None
     cut, programs = stage.cut, stage.programs
     flags = os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS")

@@ -131,6 +131,10 @@ class Engine:
                 state.error = error if state.error is None else state.error
                 self._end(state, FinishReason.ABORT if error is None else FinishReason.ERROR)
 
+    def close(self) -> None:
+        """Aborts what runs."""
+        self.abort_all()
+
     def live_states(self) -> list[RequestState]:
         """Every request that has not ended, as of now. Takes no lock, so it waits for no step in progress."""
         return list(dict.fromkeys(state for state, _ in list(self._live.values())))
@@ -226,9 +230,9 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         """After a failed step: its requests end, the pool is new, the others go on."""
         self._counts.num_failed_steps += 1
-        lost = {row.request for step in self._in_flight for row in step.plan.rows} | set(self._scheduler.running)
+        planned = [row.request for step in self._in_flight for row in step.plan.rows]
         self._in_flight.clear()
-        for request in lost:
+        for request in dict.fromkeys([*planned, *self._scheduler.running]):
             if request in self._live:
                 state = self._live[request][0]
                 state.error = f"a step failed: {type(error).__name__}: {error}"

@@ -23,10 +23,12 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.core import SamplingParams
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.interrupts import deferred_interrupts
+from jaxinfer.engine.lockstep import open_lockstep
 from jaxinfer.engine.requests import Prompt, RequestFactory
 from jaxinfer.engine.state import RequestState
 from jaxinfer.metrics import EngineStats, ReplicatedStats
 from jaxinfer.sharding.mesh import replica_meshes, resolve_mesh
+from jaxinfer.sharding.processes import current
 
 LOGGER = logging.getLogger("jaxinfer")
 
@@ -158,6 +160,8 @@ class Replicas:
         while self.step():
             pass
 
+    close = abort_all
+
     def find(self, request_id: str) -> RequestState | None:
         """The live request with this id."""
         states = (state for engine in self.engines for state in engine.live_states())
@@ -269,7 +273,13 @@ def _num_tokens(state: RequestState) -> int:
 
 
 def open_engine(config: EngineConfig, on_compile: Callable[[int, bool], None] | None = None) -> Engine | Replicas:
-    """An engine, or as many as the mesh's axis "data" has places behind one. Arguments and errors as for `Engine`."""
+    """An engine, or as many as the mesh's axis "data" has places behind one. Arguments and errors as for `Engine`.
+
+    In a run of several processes: see `open_lockstep`.
+    """
+    processes = current()
+    if processes is not None:
+        return open_lockstep(processes, config, on_compile)
     mesh = resolve_mesh(config.mesh)
     is_replicated = mesh is not None and mesh.shape["data"] > 1
     return Replicas(config, on_compile) if is_replicated else Engine(config, on_compile)
