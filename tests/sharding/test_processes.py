@@ -274,8 +274,9 @@ def ends():
 
 
 @pytest.fixture
-def runs(ends):
-    """Both processes of a run, within this one."""
+def runs(ends, monkeypatch):
+    """Both processes of a run, within this one, which does not end with them."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
     hosts = {0: "here", 1: "there"}
     runs = [Processes(index, 2, {1 - index: Connection(ends[index])}, hosts) for index in (0, 1)]
     yield runs
@@ -287,7 +288,8 @@ class NoRunner:
     """A device that samples a hash of (request, position): nothing is compiled."""
 
     def __init__(self, engine) -> None:
-        self.programs, self.ladder = engine.runner.programs, engine.runner.ladder
+        runner = engine.runner
+        self.stages, self.ladder, self.decode_steps = runner.stages, runner.ladder, runner.decode_steps
 
     def dispatch_burst(self, plans) -> list[InFlight]:
         return [InFlight(plan, None) for plan in plans]
