@@ -13,15 +13,6 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import tempfile
 
-# Many tests build the same small engines: within one run, each program is compiled once, by the first process that
-# needs it, be it a worker or one that a test starts. jax locks a folder whose size is limited, however large the limit.
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    _CACHE = tempfile.TemporaryDirectory(prefix="jaxinfer-tests-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
-    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(1 << 34)
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -29,6 +20,17 @@ from jax.experimental.compilation_cache import compilation_cache
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; all else runs on the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Many tests build the same small engines: within one run, each program is compiled once, by the first test that needs
+# it or by a process that it starts. Each worker has a folder of its own: jax reads what another is still writing, and
+# with its lock, waits ten seconds and fails.
+_CACHE = tempfile.TemporaryDirectory(prefix="jaxinfer-tests-")
+jax.config.update("jax_compilation_cache_dir", _CACHE.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 @pytest.fixture(autouse=True, scope="module")
