@@ -24,11 +24,30 @@ def all_gather(x: jax.Array, axis_name: str | None) -> jax.Array:
     return x[None] if axis_name is None else jax.lax.all_gather(x, axis_name)
 
 
-def gather_columns(x: jax.Array, axis_name: str | None, num_columns: int) -> jax.Array:
-    """[S, n] on each device -> [S, num_columns] on all: the devices' columns side by side, without what pads them."""
+def columns_to_rows(x: jax.Array, axis_name: str | None, num_columns: int) -> jax.Array:
+    """[S, n], each device's columns -> [ceil(S / devices), num_columns], each device's rows, with all columns.
+
+    Columns that pad are dropped, rows of zeros fill up what does not come out. A device sends and keeps what it had.
+    """
     if axis_name is None:
         return x
-    return jax.lax.all_gather(x, axis_name, axis=1, tiled=True)[:, :num_columns]
+    padded = jnp.pad(x, ((0, -x.shape[0] % jax.lax.axis_size(axis_name)), (0, 0)))
+    return jax.lax.all_to_all(padded, axis_name, split_axis=0, concat_axis=1, tiled=True)[:, :num_columns]
+
+
+def own_rows(x: jax.Array, axis_name: str | None) -> jax.Array:
+    """[S, ...] on every device -> [ceil(S / devices), ...]: the rows that `columns_to_rows` leaves this device."""
+    if axis_name is None:
+        return x
+    num_devices = jax.lax.axis_size(axis_name)
+    padded = jnp.pad(x, ((0, -x.shape[0] % num_devices), *[(0, 0)] * (x.ndim - 1)))
+    size = padded.shape[0] // num_devices
+    return jax.lax.dynamic_slice_in_dim(padded, axis_index(axis_name) * size, size)
+
+
+def gather_rows(x: jax.Array, axis_name: str | None, num_rows: int) -> jax.Array:
+    """[ceil(S / devices), ...], each device's rows -> [num_rows, ...] on all."""
+    return x if axis_name is None else jax.lax.all_gather(x, axis_name, tiled=True)[:num_rows]
 
 
 def axis_index(axis_name: str | None) -> jax.Array:

@@ -166,7 +166,7 @@ def _size(config: EngineConfig, stages: list[Stage], ladder: BucketLadder) -> Me
     for stage in stages:
         cut, draft = stage.cut, _programs(config, stage, ladder, 2, longest)
         if stage.temporaries is None:
-            estimate = estimate_temporaries(cut.local, ladder.shapes[0], config, gathered_vocab=cut.whole.vocab_size)
+            estimate = estimate_temporaries(cut.local, ladder.shapes[0], config)
             stage.temporaries = draft.largest_temporaries(ladder.shapes) + estimate
             others = None
         else:

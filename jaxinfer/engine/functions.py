@@ -25,7 +25,7 @@ from jaxinfer.engine.derive import derive_inputs
 from jaxinfer.layers import KVCache
 from jaxinfer.models import DenseModel
 from jaxinfer.sampling import raw_logprobs, sample_cut, sample_plain
-from jaxinfer.sharding.collectives import gather_columns
+from jaxinfer.sharding.collectives import columns_to_rows, gather_rows, own_rows
 
 
 class Functions:
@@ -99,7 +99,7 @@ class Functions:
         return relay
 
     def steps(self, layout: BatchLayout, num_steps: int) -> Callable[..., Any]:
-        """The program `steps` of a bucket. Its sampler also cuts, unless that would gather the logits of a mesh."""
+        """The program `steps` of a bucket. Its sampler also cuts, unless devices had to exchange rows for it."""
         sampler = sample_plain if self.sampler_options["axis_name"] is not None else sample_cut
 
         def steps(
@@ -158,8 +158,11 @@ class Functions:
     def prompt_logprobs(
         self, constants: Constants, hidden: jax.Array, indices: jax.Array, targets: jax.Array
     ) -> LogprobOutput:
+        axis_name = self.sampler_options["axis_name"]
         logits = self.rebuild(constants).logits(hidden[indices])
-        return raw_logprobs(gather_columns(logits, self.sampler_options["axis_name"], self.shapes.vocab_size), targets)
+        logits = columns_to_rows(logits, axis_name, self.shapes.vocab_size)
+        output = raw_logprobs(logits, own_rows(targets, axis_name))
+        return jax.tree.map(lambda part: gather_rows(part, axis_name, targets.shape[0]), output)
 
     def admit(self, carry: Carry, tables: jax.Array, packed: jax.Array) -> tuple[Carry, jax.Array]:
         part = self.shapes.slot_layout.unpack(packed)

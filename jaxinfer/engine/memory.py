@@ -67,24 +67,22 @@ class MemoryAccount:
         return "\n".join([*lines, f"{'total':<30}{self.total / 1e9:10.3f} GB  ({self.num_blocks} blocks)"])
 
 
-def estimate_temporaries(
-    model: ModelConfig, largest: BatchShape, engine: EngineConfig, *, gathered_vocab: int = 0
-) -> int:
+def estimate_temporaries(model: ModelConfig, largest: BatchShape, engine: EngineConfig) -> int:
     """An upper bound of what the largest program needs beside its arguments and results, in bytes.
 
     A layer keeps a few activations of each width, which XLA reuses for the next layer; the full sampler a few copies
     of the logits; a copy of blocks all that it copies.
 
     Args:
-      model: on a mesh, one device's part of it.
-      gathered_vocab: what the full sampler gathers, where the model's vocabulary is a part.
+      model: on a mesh, one device's part of it. (A sampler that needs whole rows has as much of the logits, as some
+        rows.)
     """
     assert engine.block_size is not None
     itemsize = jnp.dtype(engine.dtype).itemsize
     attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     widths = 6 * model.hidden_size + 3 * attention + 3 * model.intermediate_size
     step = largest.num_tokens * widths * itemsize
-    sampler = 6 * largest.num_rows * max(model.vocab_size, gathered_vocab) * 4
+    sampler = 6 * largest.num_rows * model.vocab_size * 4
     copies = largest.num_rows * block_bytes(model, engine.block_size, engine.cache_dtype)
     return max(step, sampler, copies) + SPARE_BYTES
 

@@ -20,7 +20,7 @@ from jaxinfer.batch import Carry, Features, LogprobOutput, Rows, StepOutput
 from jaxinfer.core import MAX_LOGPROBS
 from jaxinfer.kernels.sampling import Slots, reference, sample, sample_sharded, sample_slots
 from jaxinfer.sampling import transforms
-from jaxinfer.sharding.collectives import gather_columns
+from jaxinfer.sharding.collectives import columns_to_rows, gather_rows, own_rows
 
 
 def sample_plain(
@@ -35,7 +35,7 @@ def sample_plain(
     """float32 [S, V] -> the carry for the next step, and the tokens.
 
     Args:
-      vocab_size: not needed here; of logits that are gathered.
+      vocab_size: not needed here; without what pads it for a mesh.
       implementation: of `kernels/sampling`.
       axis_name: the mesh axis that V is cut over; the logits are this device's. Tokens are the same.
     """
@@ -58,14 +58,15 @@ def sample_cut(
     implementation: str = "reference",
     axis_name: str | None = None,
 ) -> tuple[Carry, StepOutput]:
-    """As `sample_plain`, with min-p, top-k and top-p. On a mesh every device gathers all logits and does the same.
+    """As `sample_plain`, with min-p, top-k and top-p. On a mesh every device samples some of the rows.
 
     A kernel passes over what a row does not use. The reference makes its passes for all rows, so it makes none where no
     row uses a cut.
     """
-    logits = gather_columns(logits, axis_name, vocab_size or logits.shape[1])
-    state = reference.gather(rows.slot_ids, rows.num_tokens, _slots(carry))
-    cuts, vocab = _cuts(carry, rows), logits.shape[1]
+    logits = columns_to_rows(logits, axis_name, vocab_size or logits.shape[1])
+    own = jax.tree.map(lambda column: own_rows(column, axis_name), rows)
+    state = reference.gather(own.slot_ids, own.num_tokens, _slots(carry))
+    cuts, vocab = _cuts(carry, own), logits.shape[1]
 
     def choose(**cuts: jax.Array) -> jax.Array:
         return sample(logits, *state, **cuts, implementation=implementation)
@@ -75,6 +76,7 @@ def sample_cut(
         tokens = jax.lax.cond(jnp.any(is_cut), lambda: choose(**cuts), choose)
     else:
         tokens = choose(**cuts)
+    tokens = gather_rows(tokens, axis_name, rows.slot_ids.shape[0])
     return _advance(carry, rows, tokens), StepOutput(tokens, None)
 
 
@@ -90,19 +92,22 @@ def sample_full(
 ) -> tuple[Carry, Features, StepOutput]:
     """As `sample_plain`, with all features, the token history, and log-probabilities.
 
-    On a mesh every device gathers all logits, [S, vocab_size], and does the same.
+    On a mesh every device samples some of the rows.
     """
-    logits = gather_columns(logits, axis_name, vocab_size or logits.shape[1])
-    temperature, seeds, positions = reference.gather(rows.slot_ids, rows.num_tokens, _slots(carry))
-    used = jax.tree.map(lambda table: table.at[rows.slot_ids].get(mode="clip"), features)
-    is_used = carry.uses_features.at[rows.slot_ids].get(mode="fill", fill_value=False)
+    num_rows = rows.slot_ids.shape[0]
+    logits = columns_to_rows(logits, axis_name, vocab_size or logits.shape[1])
+    own = jax.tree.map(lambda column: own_rows(column, axis_name), rows)
+    temperature, seeds, positions = reference.gather(own.slot_ids, own.num_tokens, _slots(carry))
+    used = jax.tree.map(lambda table: table.at[own.slot_ids].get(mode="clip"), features)
+    is_used = carry.uses_features.at[own.slot_ids].get(mode="fill", fill_value=False)
     adjusted = jnp.where(is_used[:, None], adjust(logits, used, positions), logits)
-    tokens = sample(adjusted, temperature, seeds, positions, **_cuts(carry, rows), implementation=implementation)
-    carry = _advance(carry, rows, tokens)
+    tokens = sample(adjusted, temperature, seeds, positions, **_cuts(carry, own), implementation=implementation)
+    output = StepOutput(tokens, raw_logprobs(logits, tokens))
+    output, positions = jax.tree.map(lambda part: gather_rows(part, axis_name, num_rows), (output, positions))
+    carry = _advance(carry, rows, output.tokens)
     target = jnp.where(rows.samples, rows.slot_ids, features.history.shape[0])
-    history = features.history.at[target, positions].set(jnp.maximum(tokens, 0), mode="drop")
-    features = dataclasses.replace(features, history=history)
-    return carry, features, StepOutput(tokens, raw_logprobs(logits, tokens))
+    history = features.history.at[target, positions].set(jnp.maximum(output.tokens, 0), mode="drop")
+    return carry, dataclasses.replace(features, history=history), output
 
 
 def adjust(logits: jax.Array, features: Features, positions: jax.Array) -> jax.Array:

@@ -66,3 +66,13 @@ def test_a_stage_of_a_pipeline(first: int) -> None:
         counts["all-reduce"] + counts["all-reduce-start"] == 2 + 1
     )  # the layer's, and the embedding's or the sampler's
     assert counts["all-gather"] + counts["all-gather-start"] == first
+
+
+@pytest.mark.parametrize("sampler", ["cut", "full"])
+def test_samplers_exchange_columns_for_rows(sampler: str) -> None:
+    """Nobody holds the logits of all rows: each device has all columns of half of them; only tokens are gathered."""
+    compiled, _ = compile_step(h200_mesh(2), DECODE, KERNELS, sampler=sampler)
+    text = compiled.as_text()
+    assert "f32[16,4096]" in text
+    assert "f32[32,4096]" not in text
+    assert "all-to-all" in text

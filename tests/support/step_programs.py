@@ -39,11 +39,12 @@ def compile_step(
     cache_dtype: str = "bfloat16",
     decode_steps: int = 1,
     stage: tuple[int, int] | None = None,
+    sampler: str | None = None,
 ) -> tuple[jax.stages.Compiled, jax.ShapeDtypeStruct]:
     """A step of a model of Qwen3-8B's sizes in bfloat16, and the shape of one of its caches on a device.
 
     With more than one of `decode_steps`, it is a burst of so many; with a `stage` (first layer, number of layers), that
-    stage's share of the step.
+    stage's share of the step; with a `sampler`, that program for as many rows.
     """
     config = ModelConfig(num_layers=num_layers, **QWEN3_8B)
     cut = divide(config, where if isinstance(where, jax.sharding.Mesh) else None, *stage or ())
@@ -64,6 +65,7 @@ def compile_step(
         is_last=cut.is_last,
     )
     key = programs.step_key(shape) if decode_steps == 1 else programs.burst_key(shape)
+    key = key if sampler is None else (sampler, shape.num_rows)
     function, donated, arguments = programs._describe(key)
     page = programs.caches[0][0]
     if isinstance(where, jax.sharding.Mesh):
