@@ -91,11 +91,6 @@ def _check_processes(mesh: Mesh) -> None:
             f"mesh axis data={mesh.shape['data']} over {jax.process_count()} processes is not supported: "
             "replicas exchange nothing, so start one run for each"
         )
-    if mesh.shape["pipe"] > 1:
-        raise ValueError(
-            f"mesh axis pipe={mesh.shape['pipe']} over {jax.process_count()} processes is not supported yet: "
-            f"only tensor may exceed 1, as in {_whole()}"
-        )
     owners = {device.process_index for device in mesh.devices.flat}
     for process in range(jax.process_count()):
         if process not in owners:
@@ -111,7 +106,7 @@ def _whole() -> str:
 
 
 def own_devices(mesh: Mesh | None) -> list[Any]:
-    """The devices of a mesh that belong to this process, or its default device; never none."""
+    """The devices of a mesh that belong to this process, or its default device. A stage may have none here."""
     if mesh is None:
         return [jax.local_devices()[0]]
     return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]

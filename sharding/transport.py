@@ -48,8 +48,8 @@ class Connection:
         Raises:
           TimeoutError: nothing has come for `timeout` seconds.
         """
-        self._stream.settimeout(timeout)
         try:
+            self._stream.settimeout(timeout)
             size = self._read(8)
             if size is None or struct.unpack(">Q", size)[0] > MAX_BYTES:
                 return None

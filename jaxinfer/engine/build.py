@@ -76,43 +76,45 @@ def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: N
     mesh = resolve_mesh(config.mesh)
     if mesh is not None and mesh.shape["data"] > 1:
         raise ValueError(f"an Engine is one replica of data={mesh.shape['data']}: use LLM, or open_engine")
-    stages = [_stage(cut, config) for cut in cut_stages(model_config, mesh, config.pipe_layers)]
-    config = _resolve(config, stages)
-    ladder = _ladder(config, len(stages))
+    cuts = cut_stages(model_config, mesh, config.pipe_layers)
+    stages = {number: _stage(cut, config) for number, cut in enumerate(cuts) if own_devices(cut.mesh)}
+    config = _resolve(config, next(iter(stages.values())), len(cuts))
+    ladder = _ladder(config, len(cuts))
     asked, is_loaded = config, False
     while True:
-        account = _size(asked, stages, ladder)
+        account = _size(asked, [*stages.values()], ladder)
         num_tokens = (account.num_blocks - 1) * (config.block_size or 0)
         longest = resolve_max_model_len(asked.max_model_len, model_config.max_position_embeddings, num_tokens)
         config = dataclasses.replace(asked, max_model_len=longest, num_blocks=account.num_blocks)
         keys = []
-        for stage in stages:
+        for stage in stages.values():
             stage.programs = _programs(config, stage, ladder, account.num_blocks, longest)
             stage.programs.saved = _saved(folder, config, stage)
             keys.append(stage.programs.keys(ladder.shapes) if config.warmup == "full" else [])
         if any(keys):
             on_compile(sum(map(len, keys)), False)
         with ThreadPoolExecutor(max_workers=1) as background:
-            compiling = background.submit(_compile, stages, keys, lambda key: on_compile(0, True))
-            for stage in [] if is_loaded else stages:
+            compiling = background.submit(_compile, [*stages.values()], keys, lambda key: on_compile(0, True))
+            for stage in [] if is_loaded else stages.values():
                 stage.weights = load_weights(config, checkpoint, stage.cut, stage.model, stage.devices[0])
             is_loaded = True
             compiling.result()
         if not any(keys) or jax.default_backend() == "cpu":
             break
-        needed = [maximum(stage.programs.largest_temporaries(ladder.shapes)) for stage in stages]
-        is_enough = all(most <= stage.account.temporaries for most, stage in zip(needed, stages, strict=True))
-        for most, stage in zip(needed, stages, strict=True):
-            stage.temporaries, stage.account = most, dataclasses.replace(stage.account, temporaries=most)
-        if is_enough or asked.num_blocks is not None:
-            account = _tightest(stages)
+        needed = maximum(max(stage.programs.largest_temporaries(ladder.shapes) for stage in stages.values()))
+        if needed <= account.temporaries or asked.num_blocks is not None:
+            account = dataclasses.replace(account, temporaries=needed)
             break
-        LOGGER.info("programs need %s bytes beside the KV cache: sizing again", ", ".join(map(str, needed)))
+        LOGGER.info("programs need %d bytes beside the KV cache, not %d: sizing again", needed, account.temporaries)
+        for stage in stages.values():
+            stage.temporaries = needed
     _tell_lowered(asked, config, model_config)
     LOGGER.info("device memory:\n%s", account.describe())
-    runners = [Runner(stage.weights, stage.programs, ladder) for stage in stages]
-    runner = runners[0] if len(runners) == 1 else Pipeline(runners)
-    return Parts(config, model_config, tokenizer, runner, account, str(stages[-1].model.kernels))
+    runners = {number: Runner(stage.weights, stage.programs, ladder) for number, stage in stages.items()}
+    meshes = [cut.mesh for cut in cuts if cut.mesh is not None]
+    runner = Pipeline(runners, meshes) if len(cuts) > 1 else runners[0]
+    kernels = next(reversed(stages.values())).model.kernels
+    return Parts(config, model_config, tokenizer, runner, account, str(kernels))
 
 
 @dataclass
@@ -137,28 +139,31 @@ def _stage(cut: Partition, config: EngineConfig) -> Stage:
     return Stage(cut, build_model(cut, config.dtype, kernels), devices)
 
 
-def _resolve(config: EngineConfig, stages: list[Stage]) -> EngineConfig:
+def _resolve(config: EngineConfig, stage: Stage, num_stages: int) -> EngineConfig:
     """Fills automatic values that depend on platform, model and mesh.
 
     Raises:
       ValueError: what a pipeline cannot do.
     """
-    is_cpu, num_stages = jax.default_backend() == "cpu", len(stages)
+    is_cpu, mesh = jax.default_backend() == "cpu", stage.cut.mesh
     if num_stages > 1:
         if (config.decode_steps or 1) > 1:
             raise ValueError(f"decode_steps={config.decode_steps} is not possible with pipe={num_stages}: only 1 is")
-        depth = config.depth or (num_stages if is_cpu else num_stages + 1)
+        has_one_ahead = (
+            not is_cpu and jax.process_count() == 1
+        )  # of several, a group's steps are not in flight together
+        depth = config.depth or num_stages + has_one_ahead
         config = dataclasses.replace(config, decode_steps=1, depth=depth)
-    config = config.resolve(jax.default_backend(), stages[0].cut.model.max_position_embeddings)
+    config = config.resolve(jax.default_backend(), stage.cut.model.max_position_embeddings)
     if config.decode_steps is None:
-        mesh = stages[0].cut.mesh
-        num_bytes = device_bytes(nnx.state(stages[0].model)) // (1 if mesh is None else mesh.size)
+        num_bytes = device_bytes(nnx.state(stage.model)) // (1 if mesh is None else mesh.size)
         config = dataclasses.replace(config, decode_steps=4 if not is_cpu and num_bytes < SMALL_MODEL_BYTES else 1)
     return config
 
 
 def _size(config: EngineConfig, stages: list[Stage], ladder: BucketLadder) -> MemoryAccount:
-    """Accounts of all stages; that of the one with room for the fewest blocks, which is what each will have.
+    """Accounts of this process's stages; that of the one with room for the fewest blocks, of those that any process has
+    room for.
 
     An unknown need for temporaries is estimated. All bytes are one device's: every device of a stage holds as much.
     """
@@ -180,12 +185,8 @@ def _size(config: EngineConfig, stages: list[Stage], ladder: BucketLadder) -> Me
             device=fullest(stage.devices),
             others=others,
         )
-        stage.account = dataclasses.replace(stage.account, num_blocks=minimum(stage.account.num_blocks))
-    return _tightest(stages)
-
-
-def _tightest(stages: list[Stage]) -> MemoryAccount:
-    return min((stage.account for stage in stages), key=lambda account: account.num_blocks)
+    tightest = min((stage.account for stage in stages), key=lambda account: account.num_blocks)
+    return dataclasses.replace(tightest, num_blocks=minimum(tightest.num_blocks))
 
 
 def _saved(folder: Path | None, config: EngineConfig, stage: Stage) -> ExecutableCache | None:

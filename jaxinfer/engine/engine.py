@@ -19,8 +19,9 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.core import FinishReason, Request, SamplingParams, StepPlan
 from jaxinfer.engine.build import build
 from jaxinfer.engine.interrupts import deferred_interrupts
+from jaxinfer.engine.pipeline import Pipeline
 from jaxinfer.engine.requests import Prompt, RequestFactory
-from jaxinfer.engine.runner import InFlight
+from jaxinfer.engine.runner import InFlight, Runner
 from jaxinfer.engine.state import Answer, RequestState, deliver
 from jaxinfer.metrics import EngineStats
 from jaxinfer.scheduler import Scheduler, SchedulerLimits
@@ -60,7 +61,7 @@ class Engine:
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
         self._scheduler = Scheduler(
-            _limits(self.config, len(self.runner.stages)),
+            _limits(self.config, self.runner),
             self._cache,
             lambda request: self._live[request][1].check_stop(),
         )
@@ -79,8 +80,7 @@ class Engine:
 
     @property
     def num_devices(self) -> int:
-        meshes = [stage.programs.mesh for stage in self.runner.stages]
-        return sum(1 if mesh is None else mesh.size for mesh in meshes)
+        return self.runner.num_devices
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -245,8 +245,7 @@ class Engine:
     def _warm_up(self) -> None:
         """Runs every program on padding: XLA captures a command buffer on the second run."""
         repeats = 1 if jax.default_backend() == "cpu" else 3
-        for stage in self.runner.stages:
-            stage.warm_up(stage.programs.keys(self.runner.ladder.shapes), repeats)
+        self.runner.warm_up_all(repeats)
 
     def _compile_reachable(self) -> None:
         """Compiles the buckets that the live requests can reach, before any of them runs."""
@@ -316,7 +315,7 @@ class Engine:
             return EngineStats(**vars(counts))
 
 
-def _limits(config: EngineConfig, num_groups: int) -> SchedulerLimits:
+def _limits(config: EngineConfig, runner: Runner | Pipeline) -> SchedulerLimits:
     assert config.max_num_seqs is not None
     assert config.max_num_batched_tokens is not None
     assert config.max_model_len is not None
@@ -326,5 +325,6 @@ def _limits(config: EngineConfig, num_groups: int) -> SchedulerLimits:
         max_model_len=config.max_model_len,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         policy=config.policy,
-        num_groups=num_groups,
+        num_groups=runner.num_groups,
+        has_late_tokens=runner.has_late_tokens,
     )

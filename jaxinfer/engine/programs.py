@@ -255,13 +255,13 @@ class Programs:
                 layout = BatchLayout(BatchShape(*shape))
                 staged = self.staged(layout.size)
                 state = (self.caches, self.tables, self.buffers(layout.shape), self.carry, staged)
-                given = (self.constants, *state, staged, *self.arriving(layout.shape))
+                given = (self.constants, *state, staged, *self._arriving(layout.shape))
                 return self.functions.step(layout), (1, 2, 3, 4, 5), given
             case ("relay", *shape):
                 layout = BatchLayout(BatchShape(*shape))
                 staged = self.staged(layout.size)
                 state = (self.caches, self.tables, self.carry, staged)
-                given = (self.constants, *state, staged, *self.arriving(layout.shape))
+                given = (self.constants, *state, staged, *self._arriving(layout.shape))
                 return self.functions.relay(layout), (1, 2, 3, 4), given
             case ("receive", num_rows):
                 ints = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
@@ -325,10 +325,13 @@ class Programs:
         """Where a step leaves its hidden states: one place for all buckets."""
         return jax.ShapeDtypeStruct((max(self.shapes.max_tokens, least), self.hidden_size), self.dtype)
 
-    def arriving(self, shape: BatchShape) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def _arriving(self, shape: BatchShape) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What a step reads of the stage before, if there is one."""
-        residual = jax.ShapeDtypeStruct((shape.num_tokens, self.hidden_size), self.dtype)
-        return () if self.is_first else (residual,)
+        return () if self.is_first else (self.residual(shape),)
+
+    def residual(self, shape: BatchShape) -> jax.ShapeDtypeStruct:
+        """What stages pass on."""
+        return jax.ShapeDtypeStruct((shape.num_tokens, self.hidden_size), self.dtype)
 
     def _logits(self, num_rows: int) -> jax.ShapeDtypeStruct:
         return self._sharded("logits", (num_rows, self.num_logits), jnp.dtype(jnp.float32), (None, "vocab"))

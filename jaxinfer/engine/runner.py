@@ -67,10 +67,19 @@ class Runner:
         self._hidden: jax.Array | None
         self.reset()
 
+    num_groups = 1
+    has_late_tokens = False
+    """See `Pipeline`, and `SchedulerLimits`."""
+
     @property
     def stages(self) -> list[Runner]:
-        """Those that a step goes through: see `Pipeline`."""
+        """Those that a step goes through in this process: see `Pipeline`."""
         return [self]
+
+    @property
+    def num_devices(self) -> int:
+        mesh = self.programs.mesh
+        return 1 if mesh is None else mesh.size
 
     @property
     def decode_steps(self) -> int:
@@ -239,6 +248,10 @@ class Runner:
             return []
         return [token] if token >= 0 else None
 
+    def warm_up_all(self, repeats: int) -> None:
+        """As `warm_up`, with all programs."""
+        self.warm_up(self.programs.keys(self.ladder.shapes), repeats)
+
     def warm_up(self, keys: list[Key], repeats: int) -> None:
         """Runs compiled programs on padding alone, and waits for them."""
         for key in keys:
@@ -251,12 +264,12 @@ class Runner:
         match key:
             case ("relay", *values):
                 shape = BatchShape(*values)
-                self._run_relay(shape, self.pack(StepPlan(), shape), self._no_residual(shape))
+                self._run_relay(shape, self.pack(StepPlan(), shape), self._arriving(shape))
             case ("receive", num_rows):
                 self.receive(np.zeros(num_rows, np.int32), np.full(num_rows, self.shapes.num_slots, np.int32))
             case ("step", *values):
                 shape = BatchShape(*values)
-                buffers, out = self._run_step(shape, StepPlan(), residual=self._no_residual(shape))
+                buffers, out = self._run_step(shape, StepPlan(), residual=self._arriving(shape))
                 cut, full = (self.programs.get((kind, shape.num_rows)) for kind in ("cut", "full"))
                 self.carry, _ = cut(self.carry, buffers.logits, buffers.rows)
                 self.carry, self.features, more = full(self.carry, self.features, buffers.logits, buffers.rows)
@@ -276,9 +289,12 @@ class Runner:
                 sources, targets = inputs.pack_copies([], size)
                 self.caches = self.programs.get(key)(self.caches, sources, targets)
 
-    def _no_residual(self, shape: BatchShape) -> jax.Array | None:
-        residual = self.programs.arriving(shape)
-        return self._zeros(residual[0]) if residual else None
+    def _arriving(self, shape: BatchShape) -> jax.Array | None:
+        return None if self.programs.is_first else self.no_residual(shape)
+
+    def no_residual(self, shape: BatchShape) -> jax.Array:
+        """Zeros in the place of a residual stream of a step."""
+        return self._zeros(self.programs.residual(shape))
 
     def _layout(self, shape: BatchShape) -> BatchLayout:
         if shape not in self._layouts:

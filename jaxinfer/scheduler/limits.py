@@ -13,7 +13,8 @@ class SchedulerLimits:
 
     With several groups, which take turns, a step is one group's; a request stays in the group of its slot, slot number
     modulo `num_groups`. So steps of different groups do not wait for each other's tokens: a pipeline works on as many
-    steps at once as it has stages.
+    steps at once as it has stages. With `has_late_tokens` the device cannot go on with tokens that the host does not
+    know: a group's next step is planned when its last one is committed.
 
     While shorter work waits, requests that want more than `long_prefill_token_threshold` tokens (None: a quarter
     of the budget) share half of the budget.
@@ -25,6 +26,7 @@ class SchedulerLimits:
     long_prefill_token_threshold: int | None = None
     policy: str = "fcfs"
     num_groups: int = 1
+    has_late_tokens: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_groups"):

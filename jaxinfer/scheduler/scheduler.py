@@ -106,8 +106,10 @@ class Scheduler:
         """
         plan = StepPlan()
         for _ in range(self.limits.num_groups):
-            draft = Draft(self.limits, self.running, self.waiting, self._turn)
-            self._turn = (self._turn + 1) % self.limits.num_groups
+            group, self._turn = self._turn, (self._turn + 1) % self.limits.num_groups
+            if self.limits.has_late_tokens and self.running.in_flight[self.running.slots_of(group)].any():
+                continue
+            draft = Draft(self.limits, self.running, self.waiting, group)
             self._schedule_running(draft)
             if not draft.num_preempted:
                 self._schedule_waiting(draft)

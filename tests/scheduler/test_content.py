@@ -24,11 +24,12 @@ EXAMPLES = 130  # x STEPS is over 20,000
     num_blocks=st.integers(12, 30),
     budget=st.integers(6, 40),
     block_size=st.sampled_from([1, 3, 4, 8]),
-    num_groups=st.sampled_from([1, 1, 2, 3]),
+    groups=st.sampled_from([(1, False), (1, False), (2, False), (3, False), (3, True)]),
 )
-def test_random_traffic_gives_solo_tokens(seed, shape, num_blocks, budget, block_size, num_groups):
+def test_random_traffic_gives_solo_tokens(seed, shape, num_blocks, budget, block_size, groups):
     depth, num_drafts, caching, policy = shape
-    sizes = {"num_blocks": num_blocks, "budget": budget, "block_size": block_size, "num_groups": num_groups}
+    sizes = {"num_blocks": num_blocks, "budget": budget, "block_size": block_size}
+    sizes |= {"num_groups": groups[0], "has_late_tokens": groups[1]}
     traffic = Traffic(seed, depth, num_drafts, caching, policy, **sizes)
     traffic.run(STEPS)
 

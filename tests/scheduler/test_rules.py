@@ -22,7 +22,15 @@ class Bench:
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=length, **limits
         )
         self.scheduler = Scheduler(self.limits, self.cache)
-        self.device = Device(num_blocks, block_size, max_num_seqs, 0, random.Random(0), self.limits.num_groups)
+        self.device = Device(
+            num_blocks,
+            block_size,
+            max_num_seqs,
+            0,
+            random.Random(0),
+            self.limits.num_groups,
+            self.limits.has_late_tokens,
+        )
         self.in_flight = []
         self.count = 0
 
@@ -325,6 +333,18 @@ def test_groups_take_turns_and_share_alike():
     for request in requests:
         if request.finish_reason is not FinishReason.ABORT:
             check(request)
+
+
+def test_groups_wait_for_late_tokens():
+    """Each group's next step is planned when its last one has been committed, and not before."""
+    bench = Bench(num_groups=2, has_late_tokens=True)
+    requests = [bench.add(tokens(4, seed), max_tokens=6) for seed in range(3)]
+    assert [bench.dispatch().num_rows for _ in range(3)] == [2, 1, 0]
+    bench.commit()
+    assert [bench.dispatch().num_rows for _ in range(2)] == [2, 0]
+    bench.finish()
+    for request in requests:
+        check(request)
 
 
 def test_a_full_group_leaves_the_rest_to_the_others():

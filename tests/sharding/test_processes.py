@@ -26,7 +26,8 @@ from tiny_models import write_model
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.config import EngineConfig
-from jaxinfer.core import Request, StepResult
+from jaxinfer.core import PlanRow, PromptLogprobs, Request, StepPlan, StepResult
+from jaxinfer.engine.links import pack_result, unpack_result
 from jaxinfer.engine.lockstep import (
     Follower,
     Leader,
@@ -105,15 +106,16 @@ def token_ids(output: str) -> list[list[int]]:
     return [json.loads(line)["token_ids"] for line in output.splitlines()]
 
 
-def test_two_processes_give_the_tokens_of_one(tmp_path, monkeypatch):
-    """Two devices each. Process 1 is given no prompts, and prints nothing."""
+@pytest.mark.parametrize(("mesh", "num_devices"), [("tensor=4", 2), ("pipe=2", 1)])
+def test_two_processes_give_the_tokens_of_one(mesh, num_devices, tmp_path, monkeypatch):
+    """Half of every layer each, or half of the layers. Process 1 is given no prompts, and prints nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     golden, _ = read("qwen3_gqa")
     folder = write_model(tmp_path / "m", golden["config"], seed=golden["seed"], with_tokenizer=False)
     prompts = write_prompts(tmp_path / "prompts.jsonl", [golden["input_ids"]])
-    flags = ["--model", str(folder), "--mesh", "tensor=4", "--max-num-seqs", "1", "--max-num-batched-tokens", "40"]
+    flags = ["--model", str(folder), "--mesh", mesh, "--max-num-seqs", "1", "--max-num-batched-tokens", "40"]
     flags += ["--no-prefix-caching", "--temperature", "0", "--max-tokens", "6", "--ignore-eos", "--json"]
-    (code, out, err), other = generate(*flags, "0:--prompts-file", f"0:{prompts}", num_devices=2)
+    (code, out, err), other = generate(*flags, "0:--prompts-file", f"0:{prompts}", num_devices=num_devices)
     assert code == 0, err
     assert token_ids(out) == [golden["greedy_ids"][:6]]
     assert other[:2] == (0, ""), other
@@ -196,13 +198,23 @@ PARAMS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "num_devices", "load_format"), [(2, 4, "auto"), (4, 1, "auto"), (2, 2, "dummy")])
-def test_every_way_to_sample(count, num_devices, load_format, tmp_path):
+@pytest.mark.parametrize(
+    ("count", "num_devices", "mesh", "more"),
+    [
+        (2, 4, "tensor=8", {}),
+        (4, 1, "tensor=4", {}),
+        (2, 2, "tensor=4", {"load_format": "dummy"}),
+        (2, 2, "pipe=2,tensor=2", {"warmup": "full"}),
+        (2, 2, "pipe=4", {}),
+    ],
+)
+def test_every_way_to_sample(count, num_devices, mesh, more, tmp_path):
     """Streams, drops, siblings, both samplers, stop strings, prefix hits: one process' tokens; each reads its part."""
-    config = qwen3_config(num_attention_heads=8, num_key_value_heads=8, vocab_size=260, num_hidden_layers=1)
+    num_layers = 1 if mesh.startswith("tensor") else 2 if "tensor" in mesh else 4
+    config = qwen3_config(num_attention_heads=8, num_key_value_heads=8, vocab_size=260, num_hidden_layers=num_layers)
     folder = write_model(tmp_path / "m", config, seed=9)
-    mesh, prompts = f"tensor={count * num_devices}", [[*range(20, 40), number] for number in range(len(PARAMS))]
-    options = {**SMALL, "load_format": load_format, "num_blocks": 40, "max_model_len": 200}
+    prompts = [[*range(20, 40), number] for number in range(len(PARAMS))]
+    options = {**SMALL, "num_blocks": 40, "max_model_len": 200, **more}
     arguments = [str(folder), mesh, *map(json.dumps, (prompts, PARAMS, options))]
     results = run_script(MIXED, *arguments, count=count, num_devices=num_devices)
     for code, _, err in results:
@@ -217,7 +229,7 @@ def test_every_way_to_sample(count, num_devices, load_format, tmp_path):
     assert all("answers" not in other for other in lines[1:])
     checkpoint = open_checkpoint(str(folder))
     whole = sum(int(np.prod(checkpoint.shape(name))) for name in checkpoint.tensor_names() if ".layers." in name)
-    most = 0 if load_format == "dummy" else whole * (1 / count + 0.02)  # norms lie everywhere
+    most = 0 if "load_format" in more else whole * (1 / count + 0.02)  # norms lie everywhere
     assert all(int(other["read"]) <= most for other in lines)
 
 
@@ -367,6 +379,28 @@ def test_a_follower_does_what_the_leader_does(policy, depth, tmp_path, runs):
     assert [*caches[0].pool.free_blocks()] == [*caches[1].pool.free_blocks()]
     assert caches[0].index._entries == caches[1].index._entries
     assert len(caches[0].index) > 0
+
+
+def test_results_are_told_whole():
+    """What a step gave, with log-probabilities of outputs and of a prompt, reaches a process without the last stage."""
+    one, other = (Request(name, [1, 2, 3], SamplingParams(), 4, arrival=0) for name in "ab")
+    rows = [PlanRow(request, slot, 0, 0, 2) for slot, request in enumerate((one, other))]
+    plan = StepPlan(others=rows, num_tokens=4)
+    row = (-0.1, 1, np.array([4, 5], np.int32), np.array([-0.1, -np.inf], np.float32))
+    result = StepResult(
+        [[7], None],
+        logprobs=[row, row],
+        prompt_logprobs=[PromptLogprobs(other, 1, [row])],
+        decode_token_ids=np.array([3, -1]),
+    )
+    told = unpack_result(json.loads(json.dumps(pack_result(result, plan))), plan)
+    assert told.token_ids == result.token_ids
+    assert told.decode_token_ids.tolist() == [3, -1]
+    assert [(part.request, part.start) for part in told.prompt_logprobs] == [(other, 1)]
+    assert told.logprobs is not None
+    for logprob, rank, ids, values in (*told.logprobs, *told.prompt_logprobs[0].rows):
+        assert (logprob, rank, ids) == (-0.1, 1, [4, 5])
+        np.testing.assert_array_equal(np.float32(values), row[3])
 
 
 def test_requests_are_told_whole(ends):

@@ -45,6 +45,7 @@ class Device:
     num_drafts: int
     rng: random.Random
     num_groups: int = 1
+    has_late_tokens: bool = False
 
     def __post_init__(self) -> None:
         self.kv = np.full((self.num_blocks * self.block_size, 2), -1, np.int32)
@@ -90,6 +91,7 @@ class Device:
             self.num_computed[slot] = row.start
             self.drafts[slot] = []  # what is there is the former owner's
         known = request.token_ids[row.start : row.start + row.num_tokens]
+        assert known or not self.has_late_tokens, "the first stage does not have this token"
         tokens = known if known else [self.fed[slot]]
         tokens = tokens + self.drafts[slot][: row.num_tokens - len(tokens)]
         assert len(tokens) == row.num_tokens, "the plan refers to tokens nobody has"
@@ -144,6 +146,7 @@ class Traffic:
     budget: int = 12
     scheduler_class: type[Scheduler] = Scheduler
     num_groups: int = 1
+    has_late_tokens: bool = False
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -155,10 +158,11 @@ class Traffic:
             max_model_len=self.max_model_len,
             policy=self.policy,
             num_groups=self.num_groups,
+            has_late_tokens=self.has_late_tokens,
         )
         self.scheduler = self.scheduler_class(limits, self.cache)
         sizes = (self.num_blocks, self.block_size, self.max_num_seqs)
-        self.device = Device(*sizes, self.num_drafts, self.rng, self.num_groups)
+        self.device = Device(*sizes, self.num_drafts, self.rng, self.num_groups, self.has_late_tokens)
         self.families = [[self.rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
         self.requests: list[Request] = []
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
