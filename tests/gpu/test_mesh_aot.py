@@ -4,7 +4,15 @@ import dataclasses
 
 import pytest
 from absent_devices import h200_mesh
-from step_programs import Kernels, added_by_a_layer, check_collectives, check_in_place, compile_step, count_kernels
+from step_programs import (
+    Kernels,
+    added_by_a_layer,
+    check_collectives,
+    check_in_place,
+    check_stage,
+    compile_step,
+    count_kernels,
+)
 
 from jaxinfer.batch import BatchShape
 
@@ -57,15 +65,7 @@ def test_a_layer_has_two_all_reduces() -> None:
 
 @pytest.mark.parametrize("first", [0, 1], ids=["first stage", "last stage"])
 def test_a_stage_of_a_pipeline(first: int) -> None:
-    """One layer of two: its caches stay where they are, and the embedding or the sampler is not there."""
-    compiled, cache = compile_step(h200_mesh(2), DECODE, KERNELS, num_blocks=NUM_BLOCKS, stage=(first, 1))
-    check_in_place(compiled, cache, num_layers=1)
-    counts = count_kernels(compiled)
-    print(dict(counts))
-    assert (
-        counts["all-reduce"] + counts["all-reduce-start"] == 2 + 1
-    )  # the layer's, and the embedding's or the sampler's
-    assert counts["all-gather"] + counts["all-gather-start"] == first
+    check_stage(h200_mesh(2), first, DECODE, KERNELS, NUM_BLOCKS)
 
 
 @pytest.mark.parametrize("sampler", ["cut", "full"])

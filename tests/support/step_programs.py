@@ -124,3 +124,14 @@ def added_by_a_layer(
         for layers in (2, 1)
     )
     return {name: two[name] - one[name] for name in sorted(two) if two[name] != one[name]}
+
+
+def check_stage(where: jax.sharding.Mesh, first: int, shape: BatchShape, kernels: Kernels, num_blocks: int) -> None:
+    """The layer `first` of two as a stage: its caches stay where they are; no embedding is there, or no sampler."""
+    compiled, cache = compile_step(where, shape, kernels, num_blocks=num_blocks, stage=(first, 1))
+    check_in_place(compiled, cache, num_layers=1)
+    counts = count_kernels(compiled)
+    print(dict(counts))
+    # the layer's two, and the embedding's or the sampler's, which also gathers candidates
+    assert counts["all-reduce"] + counts["all-reduce-start"] == 2 + 1
+    assert counts["all-gather"] + counts["all-gather-start"] == first
