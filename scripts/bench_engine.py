@@ -10,6 +10,7 @@ import time
 START = time.perf_counter()
 
 import argparse  # noqa: E402
+import dataclasses  # noqa: E402
 from statistics import median  # noqa: E402
 
 from jaxinfer.arguments import keep_modules, prepare_backend  # noqa: E402
@@ -31,11 +32,17 @@ def main() -> None:
     parser.add_argument("--decode-steps", type=int)
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--mesh", help="such as tensor=2; goals are those of one device")
+    parser.add_argument("--linear", action="store_true", help="products of few rows by kernels/linear, not by XLA")
     args = parser.parse_args()
     prepare_backend(args)
     import jax
 
+    from jaxinfer.engine import build
     from jaxinfer.measure import load_subject
+
+    if args.linear:
+        chosen = build.choose_kernels
+        build.choose_kernels = lambda *of: dataclasses.replace(chosen(*of), linear="mosaic_gpu")
 
     keep_modules()
     subject = load_subject(
