@@ -37,6 +37,18 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 def _free_programs():
     """Each compiled program maps memory, and a process may have 65,530 maps: beyond that XLA crashes."""
     yield
+    _free()
+
+
+@pytest.fixture(autouse=True)
+def _free_programs_of_a_slow_test(request: pytest.FixtureRequest):
+    """Some of them have several engines on meshes, with a program a device."""
+    yield
+    if request.node.get_closest_marker("slow") is not None:
+        _free()
+
+
+def _free() -> None:
     jax.clear_caches()
     gc.collect()
 

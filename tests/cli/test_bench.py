@@ -304,7 +304,7 @@ MISTAKES = {
     "json": ("latency", ["--json", "/nonexistent/t"], "--json /nonexistent/t: it cannot be written"),
     "temperature": ("latency", ["--temperature", "-1"], "temperature must be a finite number >= 0"),
     "setting": ("latency", ["--depth", "0"], "depth must be an integer of at least 1"),
-    "mesh": ("latency", ["--mesh", "pipe=2"], "mesh axis pipe=2 is not supported yet"),
+    "mesh": ("latency", ["--mesh", "expert=2"], "mesh axis expert=2 is not supported yet"),
     "config and model": ("latency", ["--config", "8b"], "give one of them"),
     "too long": ("latency", ["--input-len", "2000"], "request 0 has 2000 + 128 tokens; max_model_len is 2032"),
     "batch": ("latency", ["--batch-size", "5"], "--batch-size 5 needs --max-num-seqs 5; it is 3"),
