@@ -77,8 +77,10 @@ def build(config: EngineConfig, on_compile: OnCompile = lambda count, is_done: N
     if mesh is not None and mesh.shape["data"] > 1:
         raise ValueError(f"an Engine is one replica of data={mesh.shape['data']}: use LLM, or open_engine")
     cuts = cut_stages(model_config, mesh, config.pipe_layers)
+    config = _resolve(config, model_config, len(cuts))
     stages = {number: _stage(cut, config) for number, cut in enumerate(cuts) if own_devices(cut.mesh)}
-    config = _resolve(config, next(iter(stages.values())), len(cuts))
+    if config.decode_steps is None:
+        config = dataclasses.replace(config, decode_steps=_decode_steps(next(iter(stages.values()))))
     ladder = _ladder(config, len(cuts))
     asked, is_loaded = config, False
     while True:
@@ -132,33 +134,33 @@ class Stage:
 
 def _stage(cut: Partition, config: EngineConfig) -> Stage:
     devices = own_devices(cut.mesh)
-    config = config.resolve(jax.default_backend(), cut.model.max_position_embeddings)
     kernels = choose_kernels(config, cut.local, devices[0])
     if config.kernels != "reference" and message_rows(config, cut, devices[0]):
         kernels = dataclasses.replace(kernels, all_reduce="mosaic_gpu")
     return Stage(cut, build_model(cut, config.dtype, kernels), devices)
 
 
-def _resolve(config: EngineConfig, stage: Stage, num_stages: int) -> EngineConfig:
-    """Fills automatic values that depend on platform, model and mesh.
+def _resolve(config: EngineConfig, model: ModelConfig, num_stages: int) -> EngineConfig:
+    """Fills automatic values that depend on platform and stages; of a single stage all but `decode_steps`.
 
     Raises:
       ValueError: what a pipeline cannot do.
     """
-    is_cpu, mesh = jax.default_backend() == "cpu", stage.cut.mesh
+    platform = jax.default_backend()
     if num_stages > 1:
         if (config.decode_steps or 1) > 1:
             raise ValueError(f"decode_steps={config.decode_steps} is not possible with pipe={num_stages}: only 1 is")
-        has_one_ahead = (
-            not is_cpu and jax.process_count() == 1
-        )  # of several, a group's steps are not in flight together
-        depth = config.depth or num_stages + has_one_ahead
-        config = dataclasses.replace(config, decode_steps=1, depth=depth)
-    config = config.resolve(jax.default_backend(), stage.cut.model.max_position_embeddings)
-    if config.decode_steps is None:
-        num_bytes = device_bytes(nnx.state(stage.model)) // (1 if mesh is None else mesh.size)
-        config = dataclasses.replace(config, decode_steps=4 if not is_cpu and num_bytes < SMALL_MODEL_BYTES else 1)
-    return config
+        # over several processes, two steps of a group are never in flight together
+        has_one_ahead = platform != "cpu" and jax.process_count() == 1
+        config = dataclasses.replace(config, decode_steps=1, depth=config.depth or num_stages + has_one_ahead)
+    return config.resolve(platform, model.max_position_embeddings)
+
+
+def _decode_steps(stage: Stage) -> int:
+    """Several where the host could not keep up with single steps."""
+    num_devices = 1 if stage.cut.mesh is None else stage.cut.mesh.size
+    is_small = device_bytes(nnx.state(stage.model)) // num_devices < SMALL_MODEL_BYTES
+    return 4 if is_small and jax.default_backend() != "cpu" else 1
 
 
 def _size(config: EngineConfig, stages: list[Stage], ladder: BucketLadder) -> MemoryAccount:

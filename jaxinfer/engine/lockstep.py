@@ -31,8 +31,8 @@ from jaxinfer.sharding.processes import Processes
 type OnCompile = Callable[[int, bool], None]
 
 
-class Leader(Engine):
-    """The engine of process 0: an `Engine` that tells the others what it does.
+class Member(Engine):
+    """The engine of one of the processes.
 
     Args:
       processes: the run.
@@ -42,6 +42,13 @@ class Leader(Engine):
     def __init__(self, processes: Processes, config: EngineConfig, on_compile: OnCompile | None = None) -> None:
         self._processes = processes
         super().__init__(config, on_compile)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self._processes.fail_together(error)
+
+
+class Leader(Member):
+    """That of process 0, which tells the others what it does."""
 
     def submit(self, states: list[RequestState]) -> None:
         """As `Engine.submit`, on all processes.
@@ -81,16 +88,9 @@ class Leader(Engine):
             self._processes.tell({"op": "end", "request": state.request.arrival, "reason": reason})
         super()._end(state, reason)
 
-    def _fail(self, error: Exception) -> NoReturn:
-        self._processes.fail_together(error)
 
-
-class Follower(Engine):
-    """The engine of another process: it does what process 0 tells. Arguments as for `Leader`."""
-
-    def __init__(self, processes: Processes, config: EngineConfig, on_compile: OnCompile | None = None) -> None:
-        self._processes = processes
-        super().__init__(config, on_compile)
+class Follower(Member):
+    """That of another process: it does what process 0 tells."""
 
     def follow(self) -> None:
         """Does what process 0 does until that closes. Ctrl-C is for process 0."""
@@ -122,9 +122,6 @@ class Follower(Engine):
         """A request without its text, unless a stop string may end it."""
         requests = unpack_requests(packed)
         return RequestState(requests, None, self.tokenizer if requests[0].params.stop else None)
-
-    def _fail(self, error: Exception) -> NoReturn:
-        self._processes.fail_together(error)
 
 
 PLAIN_FIELDS = (

@@ -139,9 +139,8 @@ class Runner:
         """Takes over tokens that a pipeline's last stage sampled, int32 [S] each; B where a row did not sample."""
         self.carry = self.programs.get(("receive", len(slots)))(self.carry, tokens, slots)
 
-    def pack(self, plan: StepPlan, shape: BatchShape | None = None) -> np.ndarray:
-        """The plan as the buffer of a step of its bucket, or of a larger one."""
-        shape = shape or self.ladder.fit(plan.num_tokens, plan.num_rows)
+    def pack(self, plan: StepPlan, shape: BatchShape) -> np.ndarray:
+        """The plan as the buffer of a step of a bucket that it fits."""
         packed = np.zeros(self.staged.shape, np.int32)
         is_apart = plan.needs_full_sampler or plan.uses_cuts
         return inputs.pack(plan, self._layout(shape), self.shapes.num_slots, is_sampled_apart=is_apart, into=packed)
