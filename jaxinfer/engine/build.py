@@ -26,7 +26,7 @@ from jaxinfer.engine.memory import Device, MemoryAccount, estimate_temporaries, 
 from jaxinfer.engine.pipeline import Pipeline
 from jaxinfer.engine.programs import Key, Programs
 from jaxinfer.engine.runner import Runner
-from jaxinfer.kernels import all_reduce, kv_update, paged_attention, sampling
+from jaxinfer.kernels import all_reduce, kv_update, linear, paged_attention, sampling
 from jaxinfer.loaders import Checkpoint, Dummy, OrbaxFolder, dummy_weights, fill_weights, open_checkpoint
 from jaxinfer.models import DenseModel, Partition, build_model, cut_stages, divide, find_family, parse_config
 from jaxinfer.models.partition import own_place, own_shape, widen
@@ -41,6 +41,8 @@ LOGGER = logging.getLogger("jaxinfer")
 
 SMALL_MODEL_BYTES = 3 << 30
 """An H200 reads such weights in less time than its host takes to start a step (about 1 ms)."""
+SMALL_PART_BYTES = 9 << 30
+"""The same of a device's part on a mesh: starting a step on two devices takes the host 2 to 3 ms."""
 
 type OnCompile = Callable[[int, bool], None]
 """Called with (number of programs, False) before they are compiled, and with (0, True) for each that is done."""
@@ -159,7 +161,8 @@ def _resolve(config: EngineConfig, model: ModelConfig, num_stages: int) -> Engin
 def _decode_steps(stage: Stage) -> int:
     """Several where the host could not keep up with single steps."""
     num_devices = 1 if stage.cut.mesh is None else stage.cut.mesh.size
-    is_small = device_bytes(nnx.state(stage.model)) // num_devices < SMALL_MODEL_BYTES
+    most = SMALL_MODEL_BYTES if num_devices == 1 else SMALL_PART_BYTES
+    is_small = device_bytes(nnx.state(stage.model)) // num_devices < most
     return 4 if is_small and jax.default_backend() != "cpu" else 1
 
 
@@ -240,11 +243,7 @@ def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | 
 
 
 def choose_kernels(config: EngineConfig, model_config: ModelConfig, device: Device) -> Kernels:
-    """The implementation of each kernel: what the device can run, or the reference if that was asked for.
-
-    Products stay with XLA: those of `kernels.linear` are faster one by one, but each is a child graph of XLA's command
-    buffer, whose update on every step costs the host more than they save (docs/performance.md).
-    """
+    """The implementation of each kernel: what the device can run, or the reference if that was asked for."""
     assert config.block_size is not None
     assert config.max_num_seqs is not None
     assert config.max_num_batched_tokens is not None
@@ -265,6 +264,7 @@ def choose_kernels(config: EngineConfig, model_config: ModelConfig, device: Devi
     return Kernels(
         paged_attention.choose(platform, **layer, table_shape=tables),
         kv_update.choose(platform, **layer, num_tokens=config.max_num_batched_tokens),
+        linear=linear.choose(platform, compute_capability=layer["compute_capability"]),
         sampling=sampling.choose(platform, compute_capability=layer["compute_capability"]),
     )
 

@@ -189,6 +189,9 @@ class Functions:
 def _stage(staged: jax.Array, packed: jax.Array, carry: Carry) -> jax.Array:
     """The plan, at the place of the plan before: one copy reads where the host has put it, and nothing else does.
 
+    Args:
+      staged: longer than `packed`, by what is not read.
+
     The start is 0, which XLA cannot know: it would otherwise let every reader read `packed` itself.
     """
     zero = jnp.minimum(carry.num_computed[0], 0)

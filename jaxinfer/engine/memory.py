@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxinfer.batch import BatchShape
 from jaxinfer.config import EngineConfig, ModelConfig
@@ -29,6 +31,10 @@ GRID_BITS = 6
 although a few megabytes more or less were free."""
 SPARE_BYTES = 256 << 20
 """Added to estimates: split products, work lists, what the allocator loses between buffers."""
+
+
+HOLE_BYTES = tuple(256 << shift for shift in range(0, 12, 2))
+NUM_HOLES = 16  # of each size: 6 MB on a device, and as much between them
 
 
 @dataclass(frozen=True)
@@ -160,3 +166,28 @@ def _refusal(account: MemoryAccount, utilization: float) -> str:
         f"no room for a KV cache: of {account.total / 1e9:.1f} GB ({utilization:.0%} to be used) are taken: {parts}; "
         f"the largest is {largest}; a block takes {account.block / 1e6:.2f} MB and two are needed"
     )
+
+
+def leave_holes(devices: Sequence[Device]) -> list[jax.Array]:
+    """Makes small free places in the memory of GPUs, each between arrays that are to be kept: those are returned.
+
+    Some small arrays live as long as a step is in flight: its plan, its tokens. XLA's allocator puts an array into the
+    smallest free place, and where none is small, cuts it off the place that the temporaries of programs have had. These
+    then begin elsewhere in every step, and a command buffer whose temporaries have moved is updated node by node: 3.3
+    ms of the host for a step of an 8B model over two H200s (docs/performance.md).
+    """
+    kept: list[jax.Array] = []
+    for device in devices:
+        if device.platform == "gpu":
+            for size in HOLE_BYTES:
+                kept += every_other(device, size, NUM_HOLES)
+    return kept
+
+
+def every_other(device: Device, size: int, count: int) -> list[jax.Array]:
+    """Fills 2 x count + 1 neighbouring places of a device with `size` bytes, and frees every second one."""
+    arrays = [jax.device_put(np.zeros(size, np.uint8), device) for _ in range(2 * count + 1)]
+    jax.block_until_ready(arrays)
+    for array in arrays[1::2]:
+        array.delete()
+    return arrays[::2]

@@ -253,15 +253,13 @@ class Programs:
         match key:
             case ("step", *shape):
                 layout = BatchLayout(BatchShape(*shape))
-                staged = self.staged(layout.size)
-                state = (self.caches, self.tables, self.buffers(layout.shape), self.carry, staged)
-                given = (self.constants, *state, staged, *self._arriving(layout.shape))
+                state = (self.caches, self.tables, self.buffers(layout.shape), self.carry, self.staged(layout.size))
+                given = (self.constants, *state, self.packed(layout.size), *self._arriving(layout.shape))
                 return self.functions.step(layout), (1, 2, 3, 4, 5), given
             case ("relay", *shape):
                 layout = BatchLayout(BatchShape(*shape))
-                staged = self.staged(layout.size)
-                state = (self.caches, self.tables, self.carry, staged)
-                given = (self.constants, *state, staged, *self._arriving(layout.shape))
+                state = (self.caches, self.tables, self.carry, self.staged(layout.size))
+                given = (self.constants, *state, self.packed(layout.size), *self._arriving(layout.shape))
                 return self.functions.relay(layout), (1, 2, 3, 4), given
             case ("receive", num_rows):
                 ints = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
@@ -312,9 +310,14 @@ class Programs:
                 return logprobs
         return arguments[0]  # features, copy, receive
 
-    def staged(self, least: int = 0) -> jax.ShapeDtypeStruct:
-        """Where a step finds its plan: one place for all buckets."""
+    def packed(self, least: int = 0) -> jax.ShapeDtypeStruct:
+        """A plan, as the host hands it over: of one size for all buckets."""
         return jax.ShapeDtypeStruct((max(self.shapes.buffer_size, least),), jnp.int32)
+
+    def staged(self, least: int = 0) -> jax.ShapeDtypeStruct:
+        """Where a step finds its plan: one place for all buckets. It is longer than the plan, since XLA takes an update
+        of a whole array for the update itself, which lies elsewhere each time."""
+        return jax.ShapeDtypeStruct((self.packed(least).size + 1,), jnp.int32)
 
     def buffers(self, shape: BatchShape) -> StepBuffers:
         """Shapes of what a step leaves for the sampler."""

@@ -23,9 +23,11 @@ from jaxinfer.batch import (
 from jaxinfer.core import PlanRow, PromptLogprobs, StepPlan, StepResult
 from jaxinfer.engine import inputs
 from jaxinfer.engine.buckets import BucketLadder
+from jaxinfer.engine.memory import leave_holes
 from jaxinfer.engine.programs import ADMIT_ROWS, FEATURE_ROWS, PROMPT_ROWS, Key, Programs
 from jaxinfer.kernels.all_reduce import Channel, connect
 from jaxinfer.layers import KVCache
+from jaxinfer.sharding.mesh import own_devices
 from jaxinfer.sharding.placement import zeros
 
 
@@ -66,6 +68,7 @@ class Runner:
         self.features: Features | None
         self._hidden: jax.Array | None
         self.reset()
+        self._holes = leave_holes(own_devices(programs.mesh))
 
     num_groups = 1
     has_late_tokens = False
@@ -141,7 +144,7 @@ class Runner:
 
     def pack(self, plan: StepPlan, shape: BatchShape) -> np.ndarray:
         """The plan as the buffer of a step of a bucket that it fits."""
-        packed = np.zeros(self.staged.shape, np.int32)
+        packed = np.zeros(self.programs.packed().shape, np.int32)
         is_apart = plan.needs_full_sampler or plan.uses_cuts
         return inputs.pack(plan, self._layout(shape), self.shapes.num_slots, is_sampled_apart=is_apart, into=packed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from tiny_models import write_model
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.config import EngineConfig, ModelConfig, RopeConfig
-from jaxinfer.engine.memory import size_pool
+from jaxinfer.engine.memory import every_other, leave_holes, size_pool
 
 GB = 10**9
 MODEL = ModelConfig(
@@ -93,3 +94,11 @@ def test_the_engine_survives_its_own_largest_batch(tmp_path):
         assert [len(output.outputs[0].token_ids) for output in outputs] == [32] * 6
         assert llm.stats()["num_preemptions"] == 0  # 6 x 4 blocks are all of 24
         assert llm.stats()["num_failed_steps"] == 0
+
+
+def test_every_second_small_place_is_free_again():
+    before = len(jax.live_arrays())
+    kept = every_other(jax.devices()[0], 256, 4)
+    assert [array.nbytes for array in kept] == [256] * 5
+    assert len(jax.live_arrays()) - before == 5
+    assert leave_holes(jax.devices()) == []  # a CPU's allocator is the system's

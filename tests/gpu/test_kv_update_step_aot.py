@@ -2,7 +2,7 @@
 
 import pytest
 from absent_devices import h200
-from step_programs import Kernels, added_by_a_layer, check_in_place, compile_step
+from step_programs import Kernels, added_by_a_layer, check_in_place, compile_step, count_readers
 
 from jaxinfer.batch import BatchShape
 
@@ -21,6 +21,7 @@ MIXED = BatchShape(num_tokens=2048, num_rows=256, is_decode=False, block_size=64
 def test_a_step_copies_no_cache(shape: BatchShape, cache_dtype: str) -> None:
     compiled, cache = compile_step(h200(), shape, KERNELS, num_blocks=NUM_BLOCKS, cache_dtype=cache_dtype)
     check_in_place(compiled, cache)
+    assert count_readers(compiled, shape) == 1  # what reads it is updated in XLA's command buffer in every step
 
 
 def test_a_burst_copies_no_cache() -> None:

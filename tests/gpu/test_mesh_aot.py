@@ -12,6 +12,7 @@ from step_programs import (
     check_stage,
     compile_step,
     count_kernels,
+    count_readers,
 )
 
 from jaxinfer.batch import BatchShape
@@ -29,6 +30,7 @@ def test_a_divided_step_copies_no_cache(shape: BatchShape) -> None:
     assert cache.shape == (NUM_BLOCKS, 4, 64, 128)
     check_in_place(compiled, cache)
     check_collectives(compiled)
+    assert count_readers(compiled, shape) == 1
 
 
 def test_with_our_all_reduce_one_of_xlas_is_left_a_step() -> None:

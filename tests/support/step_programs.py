@@ -7,7 +7,7 @@ import re
 
 import jax
 
-from jaxinfer.batch import BatchShape, DeviceShapes
+from jaxinfer.batch import BatchLayout, BatchShape, DeviceShapes
 from jaxinfer.config import Kernels, ModelConfig, RopeConfig
 from jaxinfer.engine.programs import Programs
 from jaxinfer.models import build_model, divide
@@ -103,6 +103,16 @@ def count_kernels(compiled: jax.stages.Compiled) -> collections.Counter[str]:
         name = re.search(r'custom_call_target="([^"]+)"', line)
         counts[name.group(1) if name else found.group(1)] += 1
     return counts
+
+
+def count_readers(compiled: jax.stages.Compiled, shape: BatchShape) -> int:
+    """How many instructions read the plan where the host has put it, which is elsewhere in every step."""
+    text = compiled.as_text()
+    entry = text[text.index("\nENTRY ") :]
+    lines = entry[: entry.index("\n}")].splitlines()
+    size = BatchLayout(shape).size
+    (name,) = {found.group(1) for line in lines if (found := re.search(rf"(%\S+) = s32\[{size}\]\S* parameter", line))}
+    return sum(bool(re.search(rf"[(\s]{re.escape(name)}[,)]", line)) for line in lines)
 
 
 def check_collectives(compiled: jax.stages.Compiled) -> None:
