@@ -26,13 +26,14 @@ GOALS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", choices=GOALS)
-    parser.add_argument("cases", nargs="*", default=[*BATCHES, "nano"], help="b1, b32, b256, ttft, nano; default: all")
+    parser.add_argument("cases", nargs="*", default=[*BATCHES, "nano"],
+                        help="b1, b32, b256, ttft, nano (default: all); nanos: nano for each replica")  # fmt: skip
     parser.add_argument("--profile", metavar="DIR", help="also trace each batch, and summarise it")
     parser.add_argument("--depth", type=int)
     parser.add_argument("--decode-steps", type=int)
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--mesh", help="such as tensor=2; goals are those of one device")
-    parser.add_argument("--linear", action="store_true", help="products of few rows by kernels/linear, not by XLA")
+    parser.add_argument("--linear", choices=("mosaic_gpu", "reference"), help="by what products of few rows are made")
     args = parser.parse_args()
     prepare_backend(args)
     import jax
@@ -42,7 +43,7 @@ def main() -> None:
 
     if args.linear:
         chosen = build.choose_kernels
-        build.choose_kernels = lambda *of: dataclasses.replace(chosen(*of), linear="mosaic_gpu")
+        build.choose_kernels = lambda *of: dataclasses.replace(chosen(*of), linear=args.linear)
 
     keep_modules()
     subject = load_subject(
@@ -54,7 +55,7 @@ def main() -> None:
           f"({stats['num_programs_loaded']} found), {engine.config.num_blocks} blocks")  # fmt: skip
     print(engine.account.describe(), flush=True)
     for case in args.cases:
-        run_nano(subject, args) if case == "nano" else run_batch(subject, case, args)
+        run_nano(subject, case, args) if case in ("nano", "nanos") else run_batch(subject, case, args)
     print({name: value for name, value in subject.llm.stats().items() if "failed" in name or "while" in name})
 
 
@@ -83,24 +84,28 @@ def run_batch(subject, case: str, args: argparse.Namespace) -> None:
         print(trace.describe(20), flush=True)
 
 
-def run_nano(subject, args: argparse.Namespace) -> None:
-    """Output tokens a second of the nano-bench workload, twice, and the device's idle share in a traced third run."""
+def run_nano(subject, case: str, args: argparse.Namespace) -> None:
+    """Output tokens a second of the nano-bench workload, twice, and the device's idle share in a traced third run.
+
+    The named case gives all replicas together the workload's requests, "nanos" gives them to each.
+    """
     from jaxinfer.engine.profile import profile
     from jaxinfer.measure import floor_of, measure, roof_here
     from jaxinfer.metrics.workload import draw_nano
 
-    jobs = draw_nano(subject.vocab_size)
+    count = subject.llm.engine.num_replicas if case == "nanos" else 1
+    jobs = [job for seed in range(count) for job in draw_nano(subject.vocab_size, seed=seed)]
     num_tokens = sum(job.output_len for job in jobs)
     result = measure(subject, [jobs, jobs], params())
     roof = roof_here()
     floor = floor_of(subject, jobs, result.records[: len(jobs)], roof).seconds if roof else float("nan")
     print(
-        f"nano: {2 * num_tokens / result.seconds:,.0f} tok/s, {result.seconds / 2:.2f} s a round, floor {floor:.2f} s "
-        f"({num_tokens / floor:,.0f} tok/s), goal {GOALS[args.config]['nano']:,}, {result.counts}",
+        f"{case}: {2 * num_tokens / result.seconds:,.0f} tok/s, {result.seconds / 2:.2f} s a round, "
+        f"floor {floor:.2f} s ({num_tokens / floor:,.0f} tok/s), goal {GOALS[args.config]['nano']:,}, {result.counts}",
         flush=True,
     )
     if args.profile is not None:
-        with profile(f"{args.profile}/nano") as trace:
+        with profile(f"{args.profile}/{case}") as trace:
             measure(subject, [jobs], params())
         print(trace.describe(20), flush=True)
 

@@ -119,24 +119,24 @@ class Bench:
 
 
 def candidates(product: Product, *, has_norm: bool) -> list[Params]:
-    """Parameters worth a try: clusters of 90 to 400 CTAs, or shares for 132, with half or all of an SM's memory."""
+    """Parameters worth a try: clusters of 90 to 400 CTAs over half or all of an SM's memory, in blocks of 64 x 64.
+
+    Blocks of 128 and equal shares for 132 CTAs never won (docs/kernels.md).
+    """
     found: dict[Params, None] = {}
-    for block_n, block_k, room in itertools.product((64, 128), (64, 128), (104, 208)):
-        stage = block_k * (product.segments * block_n + product.rows) * 2
-        sums = product.segments * product.rows * block_n * 4
-        for splits, num_ctas in (*((s, 0) for s in SPLITS), (1, 132)):
-            norm = 2 * product.size // splits * has_norm
-            stages = (room * 1024 - sums - norm) // stage
-            if num_ctas == 0:
-                stages = min(stages, product.size // splits // block_k)
-            if stages < 2 or (not num_ctas and not 90 <= product.columns // block_n * splits <= 400):
-                continue
-            params = Params(block_n=block_n, splits=splits, block_k=block_k, num_stages=stages, num_ctas=num_ctas)
-            for candidate in (params, dataclasses.replace(params, resident=True)):
-                with contextlib.suppress(NotImplementedError):
-                    candidate.check(product, has_norm=has_norm)
-                    if not candidate.resident or (has_norm and not num_ctas):
-                        found[candidate] = None
+    for splits, room in itertools.product(SPLITS, (104, 208)):
+        sums = product.segments * product.rows * 64 * 4
+        stage = 64 * (product.segments * 64 + product.rows) * 2
+        norm = 2 * product.size // splits * has_norm
+        stages = min((room * 1024 - sums - norm) // stage, product.size // splits // 64)
+        if stages < 2 or not 90 <= product.columns // 64 * splits <= 400:
+            continue
+        params = Params(block_n=64, splits=splits, block_k=64, num_stages=stages)
+        for candidate in (params, dataclasses.replace(params, resident=True)):
+            with contextlib.suppress(NotImplementedError):
+                candidate.check(product, has_norm=has_norm)
+                if not candidate.resident or has_norm:
+                    found[candidate] = None
     return list(found)
 
 
@@ -156,7 +156,7 @@ def tune(name: str, spec: Spec, pool: concurrent.futures.Executor) -> dict | Non
     print(f"{name:24s} XLA {xla * 1e6:7.2f} us, best {best_seconds * 1e6:7.2f} {best}", flush=True)
     if best is None:
         return None
-    fields = ["block_n", "num_ctas" if best.num_ctas else "splits", "block_k", "num_stages"]
+    fields = ["block_n", "splits", "block_k", "num_stages"]
     fields += ["resident"] if best.resident else []
     return {field: getattr(best, field) for field in fields}
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.kernels.all_reduce import Channel
-from jaxinfer.kernels.linear import choose, linear
+from jaxinfer.kernels.linear import choose_for, linear
 from jaxinfer.layers.stream import ONE_DEVICE, Stream, Sums
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def multiply(
         bias=None if bias is None else bias[...],
         activation=activation,
         residual=residual,
-        implementation=choose(implementation, x, value, activation=activation),
+        implementation=choose_for(implementation, x, value, activation=activation),
     )
 
 

@@ -16,7 +16,17 @@ from jaxinfer.kernels.linear.tuning import Product, tuned_params
 IMPLEMENTATIONS = ("mosaic_gpu", "reference")
 
 
-def choose(
+def choose(platform: str, *, compute_capability: str) -> str:
+    """The fastest implementation that may be used; `choose_for` says of which products it is.
+
+    Args:
+      platform: "cpu", "gpu" or "tpu".
+      compute_capability: of the GPU, such as "9.0".
+    """
+    return "mosaic_gpu" if platform == "gpu" and compute_capability == "9.0" else "reference"
+
+
+def choose_for(
     implementation: str,
     x: jax.Array,
     weight: jax.Array,
@@ -149,7 +159,7 @@ def qkv_rope_kv_update(
     norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
     head_dim = weight.shape[-1]
     is_plain = k_scale is None and v_scale is None and k_cache.dtype == x.dtype
-    if is_plain and choose(implementation, x, weight, head_dim=head_dim) == "mosaic_gpu":
+    if is_plain and choose_for(implementation, x, weight, head_dim=head_dim) == "mosaic_gpu":
         from jaxinfer.kernels.linear import mosaic_gpu_qkv
 
         params = tuned_params(_product(x, weight, None), head_dim=head_dim)
@@ -163,7 +173,7 @@ def qkv_rope_kv_update(
         norm_weight=norm_weight,
         norm_eps=eps,
         bias=bias,
-        implementation=choose(implementation, x, weight),
+        implementation=choose_for(implementation, x, weight),
     )
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     return rope_kv_update(qkv, *caches, **norms, **scales, implementation=update_implementation, step_plan=step_plan)

@@ -45,7 +45,11 @@ class Model:
     mlp: int
 
 
-MODELS = {"0.6B": Model(1024, 8, 2, 128, 3072), "8B": Model(4096, 8, 4, 128, 12288)}
+MODELS = {
+    "0.6B": Model(1024, 8, 2, 128, 3072),
+    "8B": Model(4096, 8, 4, 128, 12288),
+    "half 8B": Model(4096, 4, 4, 128, 6144),  # over two devices: norms and sums are all-reduces'
+}
 
 
 def layer(model: Model, rows: int, **changes: Any) -> dict[str, Spec]:
