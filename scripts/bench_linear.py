@@ -121,7 +121,7 @@ class Bench:
 def candidates(product: Product, *, has_norm: bool) -> list[Params]:
     """Parameters worth a try: clusters of 90 to 400 CTAs over half or all of an SM's memory, in blocks of 64 x 64.
 
-    Blocks of 128 and equal shares for 132 CTAs never won (docs/kernels.md).
+    Wider blocks never won.
     """
     found: dict[Params, None] = {}
     for splits, room in itertools.product(SPLITS, (104, 208)):

@@ -1,8 +1,7 @@
 """Products of a few rows with a weight for Hopper: the weight is read once, in one launch.
 
-Two kernels. Where a weight fits into the SMs' shared memory, clusters share K and add up through each other's shared
-memory (`mosaic_gpu_cluster`); larger ones are cut into equal shares for all SMs, whose partial sums meet in device
-memory (`mosaic_gpu_shares`). In both, weight columns are wgmma's M and rows of x its N.
+The CTAs of a cluster share K and add up through each other's shared memory (`mosaic_gpu_cluster`). Weight columns are
+wgmma's M and rows of x its N.
 
 `Params.overlap` launches a kernel while the one before it still runs (programmatic dependent launch): weight tiles are
 fetched meanwhile, everything else waits until that kernel has ended.
@@ -13,7 +12,7 @@ A row's result depends on no other row, and sums run in a fixed order. The bound
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.kernels.linear import mosaic_gpu_cluster, mosaic_gpu_shares
+from jaxinfer.kernels.linear import mosaic_gpu_cluster
 from jaxinfer.kernels.linear.mosaic_gpu_common import Fusions
 from jaxinfer.kernels.linear.tuning import ATOM, Params, Product, default_params, tuned_params
 from jaxinfer.kernels.lowering import ask_ptxas_once
@@ -44,5 +43,4 @@ def linear(
     if norm_weight is not None:
         norm_weight = norm_weight.reshape(-1, ATOM)
     operands = [x, weight, *(y for y in (norm_weight, bias, residual) if y is not None)]
-    run = mosaic_gpu_shares.run if params.num_ctas else mosaic_gpu_cluster.run
-    return run(operands, product, fusions, params)
+    return mosaic_gpu_cluster.run(operands, product, fusions, params)

@@ -26,7 +26,7 @@ from jaxinfer.kernels.linear.tuning import ATOM, Params, Product
 def check_supported(x: jax.Array, weight: jax.Array, k_cache: jax.Array, params: Params) -> None:
     """Raise NotImplementedError, with the values, for what the kernel cannot do."""
     head_dim = weight.shape[-1]
-    if head_dim != params.block_n or params.num_ctas:
+    if head_dim != params.block_n:
         raise NotImplementedError(f"heads of {head_dim} with {params}")
     if x.dtype not in (jnp.bfloat16, jnp.float16) or not x.dtype == weight.dtype == k_cache.dtype:
         raise NotImplementedError(f"x {x.dtype}, weight {weight.dtype}, cache {k_cache.dtype}: all bf16 or all f16")

@@ -37,7 +37,6 @@ class Params:
     resident: the CTAs of a cluster keep their share of x in shared memory and work out its norm together.
     overlap: launch while the kernel before still runs, and fetch the weight meanwhile, which must then be an argument
     of the program, not something that it computes. The interpreter does not know it.
-    num_ctas: CTAs that get equal shares of all tiles, whatever `splits`; 0: clusters.
     exchange: a cluster's partial sums go through "shared" memory, or "device" memory, which the interpreter can follow.
     """
 
@@ -45,7 +44,6 @@ class Params:
     splits: int = 4
     block_k: int = 64
     num_stages: int = 4
-    num_ctas: int = 0
     resident: bool = False
     overlap: bool = False
     exchange: str = "shared"
@@ -62,11 +60,7 @@ class Params:
 
     def smem_bytes(self, product: Product, *, has_norm: bool = True) -> int:
         """Shared memory of a CTA, barriers apart."""
-        if self.num_ctas:
-            total = product.columns // self.block_n * (product.size // self.block_k)
-            num_tiles, depth = -(-total // self.num_ctas), product.size
-        else:
-            num_tiles, depth = product.size // self.splits // self.block_k, product.size // self.splits
+        num_tiles, depth = product.size // self.splits // self.block_k, product.size // self.splits
         is_resident = self.resident and has_norm
         stage = self.block_k * (product.segments * self.block_n + product.rows * (not is_resident)) * 2
         x = depth * product.rows * 2 if is_resident else 0
@@ -77,8 +71,7 @@ class Params:
         """Raise NotImplementedError, with the values, for a product that these parameters cannot do."""
         if product.rows % ROWS or not 0 < product.rows <= MAX_ROWS:
             raise NotImplementedError(f"{product.rows} rows are no multiple of {ROWS} up to {MAX_ROWS}")
-        splits = 1 if self.num_ctas else self.splits
-        if product.columns % self.block_n or product.size % (splits * self.block_k):
+        if product.columns % self.block_n or product.size % (self.splits * self.block_k):
             raise NotImplementedError(f"{product} cannot be cut by {self}")
         needed = self.smem_bytes(product, has_norm=has_norm)
         if needed > MAX_SMEM:
@@ -89,8 +82,9 @@ class Params:
 def tuned_params(product: Product, *, head_dim: int | None = None, device_kind: str = DEFAULT_DEVICE) -> Params | None:
     """Parameters from `tuned/`, or None where the kernel is not known to win.
 
-    The file has, for `<size>x<segments>x<columns>`, parameters by the largest number of rows that they serve; for a
-    projection that is fused with what it is for (`head_dim`), for `<size>x<segments>x<columns> in heads of <head_dim>`.
+    The file has, for `<size>x<segments>x<columns>`, parameters by the number of rows that they were measured at; they
+    serve more than half as many. For a projection that is fused with what it is for (`head_dim`), the name is
+    `<size>x<segments>x<columns> in heads of <head_dim>`.
     """
     path = pathlib.Path(__file__).parent / "tuned" / f"{device_kind.lower().replace(' ', '_')}.json"
     if not path.exists() or product.rows % ROWS:
@@ -98,7 +92,7 @@ def tuned_params(product: Product, *, head_dim: int | None = None, device_kind: 
     key = f"{product.size}x{product.segments}x{product.columns}"
     key += "" if head_dim is None else f" in heads of {head_dim}"
     tuned = json.loads(path.read_text()).get(key, {})
-    fitting = [int(rows) for rows in tuned if int(rows) >= product.rows]
+    fitting = [int(rows) for rows in tuned if product.rows <= int(rows) < 2 * product.rows]
     return Params(**tuned[str(min(fitting))]) if fitting else None
 
 

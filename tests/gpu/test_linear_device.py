@@ -23,7 +23,9 @@ SPECS = {
     "0.6B gate_up, 16 rows": None,
     "0.6B down, 16 rows": None,
     "8B down, 16 rows": None,
-    "8B out, 16 rows": Params(num_ctas=132, num_stages=10),
+    "0.6B qkv, 64 rows": None,
+    "8B out, 128 rows": None,
+    "half 8B down, 128 rows": None,
     "0.6B gate_up, 64 rows": Params(splits=4, num_stages=4),
 }
 """Products by name, with tuned parameters or others."""
