@@ -10,7 +10,7 @@ import jax.numpy as jnp
 MANY_ROWS = 128
 """From here on the product itself rounds its float32 sums as it stores them: what XLA calls on a GPU stores float32
 otherwise, and a second pass rounds, 71 us after the 539 of gate and up of an 8B model at 2,048 rows (H200). With fewer
-rows XLA splits the sum, and would round the parts before it adds them."""
+rows XLA splits the sums and rounds where it adds the parts. Wherever it splits them, the parts are float32."""
 
 
 def linear(
