@@ -217,12 +217,16 @@ def measure(
 
 
 def floor_of(subject: Subject, jobs: Sequence[Job], records: Sequence[RequestRecord], roof: Roof) -> Floor:
-    """The same jobs on an ideal engine, with the prefix hits that the real one had."""
+    """The same jobs on as many ideal engines as there are replicas, with the prefix hits that the real ones had.
+
+    Args:
+      roof: of all devices together.
+    """
     pairs = zip(jobs, records, strict=True)
     same = [dataclasses.replace(job, num_cached_tokens=record.num_cached_tokens) for job, record in pairs]
     config = subject.llm.config
     precision = Precision(jnp.dtype(config.dtype).itemsize, jnp.dtype(config.cache_dtype).itemsize)
-    return find_floor(same, subject.shape, roof, subject.limits, precision)
+    return find_floor(same, subject.shape, roof, subject.limits, precision, subject.llm.engine.num_replicas)
 
 
 def roof_here(num_devices: int = 1) -> Roof | None:

@@ -68,7 +68,7 @@ def run_batch(subject, case: str, args: argparse.Namespace) -> None:
     size, input_len, output_len = BATCHES[case]
     rounds = [draw_fixed(subject.vocab_size, size, input_len, output_len, f"{case} {n}") for n in range(3)]
     result = measure(subject, rounds, params())
-    roof = roof_here()
+    roof = roof_here(subject.num_devices)
     ideal = floor_of(subject, rounds[0], result.records[:size], roof).records if roof else []
     name = "TTFT" if case == "ttft" else "TPOT"
     for what in dict.fromkeys(["TTFT", name]):
@@ -97,7 +97,7 @@ def run_nano(subject, case: str, args: argparse.Namespace) -> None:
     jobs = [job for seed in range(count) for job in draw_nano(subject.vocab_size, seed=seed)]
     num_tokens = sum(job.output_len for job in jobs)
     result = measure(subject, [jobs, jobs], params())
-    roof = roof_here()
+    roof = roof_here(subject.num_devices)
     floor = floor_of(subject, jobs, result.records[: len(jobs)], roof).seconds if roof else float("nan")
     print(
         f"{case}: {2 * num_tokens / result.seconds:,.0f} tok/s, {result.seconds / 2:.2f} s a round, "

@@ -7,6 +7,7 @@ measured ones: the same percentiles of the same requests.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,17 +45,39 @@ class Floor:
         }
 
 
-def find_floor(jobs: Sequence[Job], shape: ModelShape, roof: Roof, limits: Limits, precision: Precision) -> Floor:
+def find_floor(
+    jobs: Sequence[Job], shape: ModelShape, roof: Roof, limits: Limits, precision: Precision, num_replicas: int = 1
+) -> Floor:
     """Runs the jobs on the ideal engine.
 
     Args:
       jobs: with arrivals in seconds from the start, in any order; prefix hits as `num_cached_tokens`.
       shape: of the model.
-      roof: of the device.
-      limits: of the engine.
+      roof: of the device; of several replicas together.
+      limits: of the engine; of several replicas together.
       precision: of weights and cache.
+      num_replicas: engines that the jobs are dealt to as they come. Each has its share of the roof and reads all
+        weights in its own steps: fewer rows each, in nearly as many steps.
+
+    Returns:
+      Of replicas the costs of all, and steps and seconds of the busiest.
     """
-    return _Ideal(jobs, shape, roof, limits, precision).run()
+    if num_replicas == 1:
+        return _Ideal(jobs, shape, roof, limits, precision).run()
+    share = dataclasses.replace(roof, bandwidth=roof.bandwidth / num_replicas, peak=roof.peak / num_replicas)
+    most = Limits(**{name: max(1, value // num_replicas) for name, value in dataclasses.asdict(limits).items()})
+    order = sorted(range(len(jobs)), key=lambda index: jobs[index].arrival)
+    records, floors = list[RequestRecord | None]([None] * len(jobs)), list[Floor]()
+    for first in range(num_replicas):
+        own = order[first::num_replicas]
+        floors.append(_Ideal([jobs[index] for index in own], shape, share, most, precision).run())
+        for index, record in zip(own, floors[-1].records, strict=True):
+            records[index] = record
+    busiest = max(floors, key=lambda floor: floor.seconds)
+    cost = StepCost()
+    for floor in floors:
+        cost.add(floor.cost)
+    return dataclasses.replace(busiest, records=[record for record in records if record is not None], cost=cost)
 
 
 class _Ideal:

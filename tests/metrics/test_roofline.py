@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -190,6 +192,20 @@ def test_rows_and_arrivals_hold_jobs_back():
     assert second.events[0][0] > first.events[-1][0]
     assert third.events[0][0] > 50.0
     assert third.ttft == pytest.approx(first.ttft)
+
+
+def test_replicas_share_jobs_and_roof_but_not_weights():
+    """Dealt out in turn, each half as on a device of its own; the busiest decides."""
+    jobs = [Job([0] * 40, 9), Job([0] * 8, 30), Job([0] * 24, 5), Job([0] * 8, 2)]
+    alone = [find_floor(jobs[first::2], SMALL, H200, BASELINE_LIMITS, Precision()) for first in range(2)]
+    pair = dataclasses.replace(H200, bandwidth=2 * H200.bandwidth, peak=2 * H200.peak)
+    limits = Limits(**{name: 2 * value for name, value in dataclasses.asdict(BASELINE_LIMITS).items()})
+    together = find_floor(jobs, SMALL, pair, limits, Precision(), num_replicas=2)
+    assert together.seconds == max(floor.seconds for floor in alone) == alone[1].seconds
+    assert [record.events for record in together.records[1::2]] == [record.events for record in alone[1].records]
+    assert [record.events for record in together.records[::2]] == [record.events for record in alone[0].records]
+    assert together.cost.weight_bytes == sum(floor.cost.weight_bytes for floor in alone)
+    assert together.seconds > find_floor(jobs, SMALL, pair, limits, Precision()).seconds  # one of twice the size
 
 
 def test_no_jobs():
