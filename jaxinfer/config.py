@@ -155,7 +155,7 @@ class EngineConfig:
       depth: steps in flight: 1 is synchronous, 2 plans a step while the one before it runs; None is 1 on a CPU and
         2 elsewhere. Tokens are the same.
       decode_steps: decode steps that one program runs while nobody waits for a row; None is 4 where the host could not
-        keep up otherwise (small models on accelerators), else 1. Tokens are the same.
+        keep up otherwise (less than 3 GiB of weights a device, or 9 on several GPUs), else 1. Tokens are the same.
       warmup: "full" compiles every bucket at start, "lazy" at first use; "auto" is lazy on CPU only.
       compile_cache: folder of the persistent compilation cache; "auto" is one below the user's cache folder,
         None is off.

@@ -148,13 +148,13 @@ def tune(name: str, spec: Spec, pool: concurrent.futures.Executor) -> dict | Non
     bench.make_inputs()
     concurrent.futures.wait(programs)  # XLA times its own candidates on the same GPU
     xla = bench.measure(programs[0].result())[0]
-    best, best_seconds = None, 0.97 * xla
+    best, best_seconds = None, math.inf
     for params, program in zip(tried, programs[1:], strict=True):
         seconds, error = bench.measure(program.result())
         if error < MAX_ERROR and seconds < best_seconds:
             best, best_seconds = params, seconds
     print(f"{name:24s} XLA {xla * 1e6:7.2f} us, best {best_seconds * 1e6:7.2f} {best}", flush=True)
-    if best is None:
+    if best is None or best_seconds > 0.97 * xla:
         return None
     fields = ["block_n", "splits", "block_k", "num_stages"]
     fields += ["resident"] if best.resident else []

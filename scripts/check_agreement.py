@@ -11,6 +11,7 @@ mean error exceeds the reference's by more than SLACK, or they have notably more
 """
 
 import argparse
+import gc
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +65,7 @@ def main() -> int:
     parser.add_argument("--num-prompts", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--dtype", default="bfloat16", help="of the kernels and of the reference held against them")
-    parser.add_argument("--num-blocks", type=int, help="of each engine's KV cache; three live at the same time")
+    parser.add_argument("--num-blocks", type=int, help="of each engine's KV cache")
     parser.add_argument("--profile", help=argparse.SUPPRESS)
     return run_command(parser, run, parser.parse_args())
 
@@ -72,7 +73,7 @@ def main() -> int:
 def run(args: argparse.Namespace) -> int:
     prepare_backend(args)
     config = args.model if args.model in SHAPES else None
-    settings = {"max_num_seqs": 16, "max_model_len": 1024, "num_blocks": args.num_blocks, "memory_utilization": 0.25}
+    settings = {"max_num_seqs": 16, "max_model_len": 1024, "num_blocks": args.num_blocks}
     settings |= {} if config else {"model": args.model}
     kernels = load_subject(config, {**settings, "dtype": args.dtype}).llm
     prompts = _prompts(kernels, args.num_prompts)
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.model} in {args.dtype}: kernels {kernels.stats()['kernels']}", flush=True)
     sequences = [[*answer.prompt_token_ids, *answer.outputs[0].token_ids] for answer in answers]
     ours = [_positions(answer) for answer in answers]
+    del kernels
     reference, truth = (_scores(config, {**settings, "dtype": dtype}, sequences) for dtype in (args.dtype, "float32"))
     is_right = True
     for name in ("prompts", "answers"):
@@ -105,6 +107,7 @@ def _positions(answer) -> list[Position]:
 
 
 def _scores(config: str | None, settings: dict, sequences: list[list[int]]) -> list[list[Position]]:
+    gc.collect()  # the engine before gives its memory back
     llm = load_subject(config, {**settings, "kernels": "reference"}).llm
     scored = llm.generate(sequences, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2))
     return [answer.prompt_logprobs or [] for answer in scored]

@@ -42,7 +42,7 @@ LOGGER = logging.getLogger("jaxinfer")
 SMALL_MODEL_BYTES = 3 << 30
 """An H200 reads such weights in less time than its host takes to start a step (about 1 ms)."""
 SMALL_PART_BYTES = 9 << 30
-"""The same of a device's part on a mesh: starting a step on two devices takes the host 2 to 3 ms."""
+"""The same of a device's part where GPUs share a step: starting one on two devices takes the host 2 to 4 ms."""
 
 type OnCompile = Callable[[int, bool], None]
 """Called with (number of programs, False) before they are compiled, and with (0, True) for each that is done."""
@@ -161,9 +161,15 @@ def _resolve(config: EngineConfig, model: ModelConfig, num_stages: int) -> Engin
 def _decode_steps(stage: Stage) -> int:
     """Several where the host could not keep up with single steps."""
     num_devices = 1 if stage.cut.mesh is None else stage.cut.mesh.size
-    most = SMALL_MODEL_BYTES if num_devices == 1 else SMALL_PART_BYTES
-    is_small = device_bytes(nnx.state(stage.model)) // num_devices < most
-    return 4 if is_small and jax.default_backend() != "cpu" else 1
+    return default_decode_steps(jax.default_backend(), device_bytes(nnx.state(stage.model)), num_devices)
+
+
+def default_decode_steps(platform: str, num_bytes: int, num_devices: int) -> int:
+    """Decode steps that one program runs, for a model of so many bytes on a mesh of so many devices."""
+    if platform == "cpu":
+        return 1
+    is_shared = num_devices > 1 and platform == "gpu"  # what a TPU's host takes has not been measured
+    return 4 if num_bytes // num_devices < (SMALL_PART_BYTES if is_shared else SMALL_MODEL_BYTES) else 1
 
 
 def _size(config: EngineConfig, stages: list[Stage], ladder: BucketLadder) -> MemoryAccount:

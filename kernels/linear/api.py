@@ -17,7 +17,8 @@ IMPLEMENTATIONS = ("mosaic_gpu", "reference")
 
 
 def choose(platform: str, *, compute_capability: str) -> str:
-    """The fastest implementation that may be used; `choose_for` says of which products it is.
+    """The fastest implementation that may be used; `choose_for` says for which products it is, by what is known of an
+    H200, on other Hopper GPUs too.
 
     Args:
       platform: "cpu", "gpu" or "tpu".

@@ -83,8 +83,8 @@ def tuned_params(product: Product, *, head_dim: int | None = None, device_kind: 
     """Parameters from `tuned/`, or None where the kernel is not known to win.
 
     The file has, for `<size>x<segments>x<columns>`, parameters by the number of rows that they were measured at; they
-    serve more than half as many. For a projection that is fused with what it is for (`head_dim`), the name is
-    `<size>x<segments>x<columns> in heads of <head_dim>`.
+    serve as many, and fewer down to more than half. For a projection that is fused with what it is for (`head_dim`),
+    the name is `<size>x<segments>x<columns> in heads of <head_dim>`.
     """
     path = pathlib.Path(__file__).parent / "tuned" / f"{device_kind.lower().replace(' ', '_')}.json"
     if not path.exists() or product.rows % ROWS:

@@ -8,6 +8,7 @@ import pytest
 from tiny_models import SETTINGS, write_model
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.engine.build import default_decode_steps
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +86,19 @@ def test_bursts_equal_single_steps(folder, single, depth, decode_steps, changes)
     assert stats["num_compiles_while_serving"] == 0
     assert stats["num_preemptions"] > 0 or "num_blocks" not in changes
     assert stats["kv_cache_usage_perc"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("platform", "gigabytes", "num_devices", "expected"),
+    [
+        ("gpu", 1.2, 1, 4),
+        ("gpu", 16.4, 1, 1),  # 8B: the device takes longer than the host
+        ("gpu", 16.4, 2, 4),  # half of it on each, and a host that has two to serve
+        ("gpu", 141.0, 8, 1),
+        ("tpu", 16.4, 4, 1),
+        ("tpu", 1.2, 4, 4),
+        ("cpu", 1.2, 2, 1),
+    ],
+)
+def test_bursts_are_for_steps_shorter_than_the_hosts_part(platform, gigabytes, num_devices, expected):
+    assert default_decode_steps(platform, int(gigabytes * 1e9), num_devices) == expected

@@ -18,7 +18,7 @@ from step_programs import (
 from jaxinfer.batch import BatchShape
 
 pytestmark = pytest.mark.aot
-KERNELS = Kernels("mosaic_gpu", "mosaic_gpu", sampling="mosaic_gpu")
+KERNELS = Kernels.all("mosaic_gpu")
 NUM_BLOCKS = 4000
 DECODE = BatchShape(num_tokens=32, num_rows=32, is_decode=True, block_size=64)
 MIXED = BatchShape(num_tokens=2048, num_rows=256, is_decode=False, block_size=64)
@@ -34,7 +34,7 @@ def test_a_divided_step_copies_no_cache(shape: BatchShape) -> None:
 
 
 def test_with_our_all_reduce_one_of_xlas_is_left_a_step() -> None:
-    """The embedding's, and the sampler's two. A layer has four of our kernels: write, attend, and two sums."""
+    """The embedding's, and the sampler's two. A layer has five of our kernels: write, attend, project, and two sums."""
     kernels = dataclasses.replace(KERNELS, all_reduce="mosaic_gpu")
     mesh = h200_mesh(2)
     compiled, cache = compile_step(mesh, DECODE, kernels, num_blocks=NUM_BLOCKS)
@@ -42,10 +42,10 @@ def test_with_our_all_reduce_one_of_xlas_is_left_a_step() -> None:
     counts = count_kernels(compiled)
     print(dict(counts))
     assert counts["all-reduce"] + counts["all-reduce-start"] == 1 + 1
-    assert counts["mosaic_gpu_v2"] == 2 * 4 + 1
+    assert counts["mosaic_gpu_v2"] == 2 * 5 + 1
     added = added_by_a_layer(mesh, DECODE, kernels, NUM_BLOCKS)
     print(added)
-    assert added["mosaic_gpu_v2"] == 4
+    assert added["mosaic_gpu_v2"] == 5
     assert added["fusion"] <= 8  # 10 where sums, residuals and norms are apart
 
 
@@ -62,7 +62,7 @@ def test_a_layer_has_two_all_reduces() -> None:
     assert added.pop("all-reduce", 0) + added.pop("all-reduce-start", 0) == 2
     added.pop("all-reduce-done", None)
     assert set(added) <= {"mosaic_gpu_v2", "fusion", "custom-call", "__cublas$gemm", "dot"}
-    assert added["mosaic_gpu_v2"] == 2
+    assert added["mosaic_gpu_v2"] == 3
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["first stage", "last stage"])

@@ -101,6 +101,13 @@ def test_parameters_fit_their_products() -> None:
     assert tuned_params(Product(16, 1024, 1, 4096), device_kind="some other card") is None
 
 
+def test_parameters_serve_down_to_half_of_the_rows_they_were_measured_at() -> None:
+    found = {rows for rows in range(16, 129, 16) if tuned_params(Product(rows, 4096, 1, 4096))}
+    assert found == {80, 96, 112, 128}  # measured at 128
+    found = {rows for rows in range(16, 129, 16) if tuned_params(Product(rows, 1024, 1, 4096))}
+    assert found == {16, 48, 64}  # measured at 16 and 64
+
+
 def test_says_what_cannot_be_cut() -> None:
     with pytest.raises(NotImplementedError, match="17 rows"):
         Params().check(Product(17, 1024, 1, 4096))

@@ -140,6 +140,7 @@ def check_stage(where: jax.sharding.Mesh, first: int, shape: BatchShape, kernels
     """The layer `first` of two as a stage: its caches stay where they are; no embedding is there, or no sampler."""
     compiled, cache = compile_step(where, shape, kernels, num_blocks=num_blocks, stage=(first, 1))
     check_in_place(compiled, cache, num_layers=1)
+    assert count_readers(compiled, shape) == 1
     counts = count_kernels(compiled)
     print(dict(counts))
     # the layer's two, and the embedding's or the sampler's, which also gathers candidates
