@@ -31,10 +31,9 @@ GRID_BITS = 6
 although a few megabytes more or less were free."""
 SPARE_BYTES = 256 << 20
 """Added to estimates: split products, work lists, what the allocator loses between buffers."""
-
-
 HOLE_BYTES = tuple(256 << shift for shift in range(0, 12, 2))
-NUM_HOLES = 48  # of each size, 17 MB on a device, and as much between them; arrays that stay fill some of them
+NUM_HOLES = 48
+"""Of each size, 17 MB on a device, and as much between them; arrays that stay fill some of them."""
 
 
 @dataclass(frozen=True)

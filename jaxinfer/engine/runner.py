@@ -144,7 +144,7 @@ class Runner:
 
     def pack(self, plan: StepPlan, shape: BatchShape) -> np.ndarray:
         """The plan as the buffer of a step of a bucket that it fits."""
-        packed = np.zeros(self.programs.packed().shape, np.int32)
+        packed = np.zeros(self.shapes.buffer_size, np.int32)
         is_apart = plan.needs_full_sampler or plan.uses_cuts
         return inputs.pack(plan, self._layout(shape), self.shapes.num_slots, is_sampled_apart=is_apart, into=packed)
 

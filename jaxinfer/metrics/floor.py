@@ -62,22 +62,17 @@ def find_floor(
     Returns:
       Of replicas the costs of all, and steps and seconds of the busiest.
     """
-    if num_replicas == 1:
-        return _Ideal(jobs, shape, roof, limits, precision).run()
     share = dataclasses.replace(roof, bandwidth=roof.bandwidth / num_replicas, peak=roof.peak / num_replicas)
     most = Limits(**{name: max(1, value // num_replicas) for name, value in dataclasses.asdict(limits).items()})
     order = sorted(range(len(jobs)), key=lambda index: jobs[index].arrival)
-    records, floors = list[RequestRecord | None]([None] * len(jobs)), list[Floor]()
-    for first in range(num_replicas):
-        own = order[first::num_replicas]
-        floors.append(_Ideal([jobs[index] for index in own], shape, share, most, precision).run())
-        for index, record in zip(own, floors[-1].records, strict=True):
-            records[index] = record
-    busiest = max(floors, key=lambda floor: floor.seconds)
-    cost = StepCost()
-    for floor in floors:
+    dealt = [order[first::num_replicas] for first in range(num_replicas)]
+    floors = [_Ideal([jobs[index] for index in own], shape, share, most, precision).run() for own in dealt]
+    cost, records = StepCost(), dict[int, RequestRecord]()
+    for own, floor in zip(dealt, floors, strict=True):
         cost.add(floor.cost)
-    return dataclasses.replace(busiest, records=[record for record in records if record is not None], cost=cost)
+        records.update(zip(own, floor.records, strict=True))
+    busiest = max(floors, key=lambda floor: floor.seconds)
+    return dataclasses.replace(busiest, records=[records[index] for index in range(len(jobs))], cost=cost)
 
 
 class _Ideal:

@@ -43,14 +43,12 @@ class Terminal:
         os.write(self.leader, text.encode())
 
     def interrupt(self) -> None:
-        """Ctrl-C until it ends: CPython does not notice one between a prompt and the read that follows it."""
-        for _ in range(12):
+        """Ctrl-C, and once more if it came between a prompt and the read behind it, where CPython may miss one."""
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGINT)
-            try:
-                self.process.wait(timeout=5)
-                return
-            except subprocess.TimeoutExpired:
-                pass
 
     def close(self) -> int:
         code = self.process.wait(timeout=60)

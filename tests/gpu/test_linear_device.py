@@ -22,7 +22,7 @@ SPECS = {
     "0.6B out, 32 rows": None,
     "0.6B gate_up, 16 rows": None,
     "0.6B down, 16 rows": None,
-    "8B down, 16 rows": None,
+    "8B down, 16 rows": Params(splits=2, num_stages=20),
     "0.6B qkv, 64 rows": None,
     "8B out, 128 rows": None,
     "half 8B down, 128 rows": None,

@@ -268,7 +268,7 @@ def test_every_way_to_sample(folder):
     prompts = many_prompts()
     params = [MANY[number % len(MANY)] for number in range(len(prompts))]
     expected = None
-    for mesh in (None, "data=2", "data=4,tensor=2"):
+    for mesh in (None, "data=2", "data=2,tensor=2", "data=4,tensor=2"):
         with LLM(str(folder), mesh=mesh, max_num_seqs=4, max_num_batched_tokens=16, **SETTINGS) as llm:
             got = [ids(llm.generate(prompts, params)) for _ in range(2)]
             assert isinstance(llm.engine, Replicas) == (mesh is not None)

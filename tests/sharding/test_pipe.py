@@ -95,14 +95,10 @@ def test_a_failed_step_costs_its_requests_only(llm, golden, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["pipe=2", "pipe=2,tensor=2"])
+@pytest.mark.parametrize("mesh", ["pipe=2", "data=2,pipe=2,tensor=2"])
 @pytest.mark.parametrize("name", supported())
 def test_every_architecture(name, mesh, tmp_path):
-    """Greedy tokens of every golden model, with 8 query heads where the golden's cannot be divided.
-
-    Replicas are whole engines, whatever the architecture, and each compiles its own: `test_every_way_to_sample` has
-    some.
-    """
+    """Greedy tokens of every golden model, with 8 query heads where the golden's cannot be divided."""
     golden, _ = read(name)
     config = dict(golden["config"])
     is_golden = config["num_attention_heads"] % 2 == 0 or "tensor" not in mesh

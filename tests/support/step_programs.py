@@ -89,10 +89,8 @@ def check_in_place(compiled: jax.stages.Compiled, cache: jax.ShapeDtypeStruct, *
 
 def count_kernels(compiled: jax.stages.Compiled) -> collections.Counter[str]:
     """What the entry computation launches: fusions, products, collectives, kernels by name."""
-    text = compiled.as_text()
-    entry = text[text.index("\nENTRY ") :]
     counts: collections.Counter[str] = collections.Counter()
-    for line in entry[: entry.index("\n}")].splitlines():
+    for line in entry_lines(compiled):
         found = re.search(
             r" (fusion|custom-call|copy|dot|convolution|sort|while|scatter|gather|reduce|[a-z-]*all-[a-z-]+|"
             r"collective-[a-z-]+)\(",
@@ -105,11 +103,16 @@ def count_kernels(compiled: jax.stages.Compiled) -> collections.Counter[str]:
     return counts
 
 
-def count_readers(compiled: jax.stages.Compiled, shape: BatchShape) -> int:
-    """How many instructions read the plan where the host has put it, which is elsewhere in every step."""
+def entry_lines(compiled: jax.stages.Compiled) -> list[str]:
+    """Instructions of the entry computation."""
     text = compiled.as_text()
     entry = text[text.index("\nENTRY ") :]
-    lines = entry[: entry.index("\n}")].splitlines()
+    return entry[: entry.index("\n}")].splitlines()
+
+
+def count_readers(compiled: jax.stages.Compiled, shape: BatchShape) -> int:
+    """How many instructions read the plan where the host has put it, which is elsewhere in every step."""
+    lines = entry_lines(compiled)
     size = BatchLayout(shape).size
     (name,) = {found.group(1) for line in lines if (found := re.search(rf"(%\S+) = s32\[{size}\]\S* parameter", line))}
     return sum(bool(re.search(rf"[(\s]{re.escape(name)}[,)]", line)) for line in lines)
