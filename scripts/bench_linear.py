@@ -30,7 +30,15 @@ from bench_kernels import reading_roof
 
 from jaxinfer.kernels.linear import arg_specs, mosaic_gpu, reference
 from jaxinfer.kernels.linear.arg_specs import Spec
-from jaxinfer.kernels.linear.tuning import SPLITS, Params, Product, default_params, tuned_params
+from jaxinfer.kernels.linear.tuning import (
+    MAX_SMEM,
+    SPLITS,
+    ManyRowsParams,
+    Params,
+    Product,
+    default_params,
+    tuned_params,
+)
 
 type Multiply = Callable[..., jax.Array]
 
@@ -57,7 +65,7 @@ def by_xla(x: jax.Array, weight: jax.Array, *, activation: str | None, **options
     return reference.linear(x, weight[:, 0] if activation is None else weight, activation=activation, **options)
 
 
-def by_kernel(params: Params) -> Multiply:
+def by_kernel(params: Params | ManyRowsParams) -> Multiply:
     return partial(mosaic_gpu.linear, params=params)
 
 
@@ -118,17 +126,39 @@ class Bench:
         return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
 
 
-def candidates(product: Product, *, has_norm: bool) -> list[Params]:
+def candidates(product: Product, *, has_norm: bool) -> list[Params | ManyRowsParams]:
+    return [*few_rows(product, has_norm=has_norm), *many_rows(product)]
+
+
+def many_rows(product: Product) -> list[ManyRowsParams]:
+    """Parameters worth a try: one wave of 48 to 132 CTAs with all of an SM's memory.
+
+    The more CTAs a cluster has, the fewer of an H200's SMs clusters fill: 32 of 4 are two waves.
+    """
+    found = []
+    for block_n, splits, rows in itertools.product((64, 96, 128, 192, 256), SPLITS, (64, 128)):
+        stages = MAX_SMEM // (64 * (product.rows + block_n) * 2)
+        parts = splits * product.segments
+        most = 132 if parts <= 2 else 104
+        if product.rows < 64 or not 48 <= product.columns // block_n * parts <= most:
+            continue
+        candidate = ManyRowsParams(block_n, splits, 64, stages, rows)
+        with contextlib.suppress(NotImplementedError):
+            candidate.check(product)
+            found.append(candidate)
+    return found
+
+
+def few_rows(product: Product, *, has_norm: bool) -> list[Params]:
     """Parameters worth a try: clusters of 90 to 400 CTAs over half or all of an SM's memory, in blocks of 64 x 64.
 
     Wider blocks never won.
     """
     found: dict[Params, None] = {}
     for splits, room in itertools.product(SPLITS, (104, 208)):
-        sums = product.segments * product.rows * 64 * 4
         stage = 64 * (product.segments * 64 + product.rows) * 2
         norm = 2 * product.size // splits * has_norm
-        stages = min((room * 1024 - sums - norm) // stage, product.size // splits // 64)
+        stages = min((room * 1024 - norm) // stage, product.size // splits // 64)
         if stages < 2 or not 90 <= product.columns // 64 * splits <= 400:
             continue
         params = Params(block_n=64, splits=splits, block_k=64, num_stages=stages)
@@ -150,15 +180,18 @@ def tune(name: str, spec: Spec, pool: concurrent.futures.Executor) -> dict | Non
     xla = bench.measure(programs[0].result())[0]
     best, best_seconds = None, math.inf
     for params, program in zip(tried, programs[1:], strict=True):
+        if program.exception() is not None:
+            print(f"    {params}: {program.exception()}")
+            continue
         seconds, error = bench.measure(program.result())
+        print(f"    {seconds * 1e6:7.2f} us error {error:.1e} {params}", flush=True)
         if error < MAX_ERROR and seconds < best_seconds:
             best, best_seconds = params, seconds
     print(f"{name:24s} XLA {xla * 1e6:7.2f} us, best {best_seconds * 1e6:7.2f} {best}", flush=True)
     if best is None or best_seconds > 0.97 * xla:
         return None
-    fields = ["block_n", "splits", "block_k", "num_stages"]
-    fields += ["resident"] if best.resident else []
-    return {field: getattr(best, field) for field in fields}
+    fields = dataclasses.asdict(best)
+    return {name: value for name, value in fields.items() if name not in ("overlap", "exchange") and value is not False}
 
 
 def tune_all(specs: dict[str, Spec], path: pathlib.Path, pool: concurrent.futures.Executor) -> None:

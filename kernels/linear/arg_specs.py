@@ -67,7 +67,7 @@ def layer(model: Model, rows: int, **changes: Any) -> dict[str, Spec]:
 BENCHMARKS = {
     f"{name} {product}, {rows} rows": spec
     for name, model in MODELS.items()
-    for rows in (16, 32, 64, 128)
+    for rows in (16, 32, 64, 128, 192, 256)
     for product, spec in layer(
         model, rows, **({"has_norm": False, "has_residual": False} if name.startswith("half") else {})
     ).items()

@@ -1,7 +1,8 @@
 """Products of a few rows with a weight for Hopper: the weight is read once, in one launch.
 
-The CTAs of a cluster share K and add up through each other's shared memory (`mosaic_gpu_cluster`). Weight columns are
-wgmma's M and rows of x its N.
+The CTAs of a cluster share K and add up through each other's shared memory. Up to 128 rows, weight columns are wgmma's
+M and rows of x its N (`mosaic_gpu_cluster`). With 64 to 256 rows it can be the other way round, in larger tiles; a norm
+is then a kernel of its own (`mosaic_gpu_many_rows`).
 
 `Params.overlap` launches a kernel while the one before it still runs (programmatic dependent launch): weight tiles are
 fetched meanwhile, everything else waits until that kernel has ended.
@@ -12,9 +13,9 @@ A row's result depends on no other row, and sums run in a fixed order. The bound
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.kernels.linear import mosaic_gpu_cluster
+from jaxinfer.kernels.linear import mosaic_gpu_cluster, mosaic_gpu_many_rows, reference
 from jaxinfer.kernels.linear.mosaic_gpu_common import Fusions
-from jaxinfer.kernels.linear.tuning import ATOM, Params, Product, default_params, tuned_params
+from jaxinfer.kernels.linear.tuning import ATOM, ManyRowsParams, Params, Product, default_params, tuned_params
 from jaxinfer.kernels.lowering import ask_ptxas_once
 
 ask_ptxas_once()
@@ -29,13 +30,15 @@ def linear(
     residual: jax.Array | None = None,  # [T, F]
     bias: jax.Array | None = None,  # [segments, F]
     activation: str | None = None,
-    params: Params | None = None,
+    params: Params | ManyRowsParams | None = None,
 ) -> jax.Array:
     """See `api.linear`; [T, F]."""
     num_rows, size = x.shape
     _, segments, columns = weight.shape
     product = Product(num_rows, size, segments, columns)
     params = params or tuned_params(product) or default_params(product)
+    if isinstance(params, ManyRowsParams) and norm_weight is not None:
+        x, norm_weight = reference.rms_norm(x, norm_weight, norm_eps), None
     params.check(product, has_norm=norm_weight is not None)
     if x.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != x.dtype:
         raise NotImplementedError(f"x {x.dtype} with weight {weight.dtype}: both must be bf16 or both f16")
@@ -43,4 +46,6 @@ def linear(
     if norm_weight is not None:
         norm_weight = norm_weight.reshape(-1, ATOM)
     operands = [x, weight, *(y for y in (norm_weight, bias, residual) if y is not None)]
+    if isinstance(params, ManyRowsParams):
+        return mosaic_gpu_many_rows.run(operands, product, fusions, params)
     return mosaic_gpu_cluster.run(operands, product, fusions, params)

@@ -8,7 +8,7 @@ split 1    | CTA (0,1) | CTA (1,1) |
 
 producer   W, x -> ready[s] ...                   all weight tiles that fit are on their way before x is known
 consumer   x = norm(x) in place | y' += W' x'     weight columns are wgmma's M, rows of x its N (' is a transpose)
-exchange   y' -> shared memory of the CTA         every CTA of the cluster then adds up all partial sums, in order
+exchange   y' -> shared memory, over the ring     every CTA of the cluster then adds up all partial sums, in order
                                                   of the splits, for its share of the rows, and writes them
 """
 
@@ -35,7 +35,7 @@ from jaxinfer.kernels.linear.mosaic_gpu_common import (
     swizzled_smem,
     x_layout,
 )
-from jaxinfer.kernels.linear.tuning import ATOM, Params, Product
+from jaxinfer.kernels.linear.tuning import ATOM, SINGLES_PADDING, Params, Product
 
 type Read = Callable[[int, Any, Any], jax.Array]
 type Finish = Callable[[Any, Any, Any], Callable[[Read], None]]
@@ -72,16 +72,20 @@ def multiply(
     x_atoms = share // ATOM
     part_ref, square_ref = part_refs
 
+    ring = (
+        swizzled_smem((stages, segments, block_k, block_n), w_ref.dtype),
+        swizzled_smem((x_atoms if is_resident else stages * atoms, num_rows, ATOM), x_ref.dtype),
+    )
+    part_smem = plgpu.SMEM((segments, num_rows, block_n + SINGLES_PADDING), jnp.float32)
+
     def wait_for_previous_kernel():
         if params.overlap:
             plgpu.griddepcontrol_wait()
 
     @functools.partial(
         pl.run_scoped,
-        w_smem=swizzled_smem((stages, segments, block_k, block_n), w_ref.dtype),
-        x_smem=swizzled_smem((x_atoms if is_resident else stages * atoms, num_rows, ATOM), x_ref.dtype),
+        memory=plgpu.RefUnion(ring, part_smem) if in_shared else (ring, ()),
         norm_smem=plgpu.SMEM((share // ATOM, ATOM), w_ref.dtype) if norm_ref is not None else (),
-        part_smem=plgpu.SMEM((segments, num_rows, block_n), jnp.float32) if in_shared else (),
         square_smem=plgpu.SMEM((num_rows,), jnp.float32) if is_resident and in_shared else (),
         scratch=scratch,
         ready=plgpu.Barrier(num_arrivals=segments + (0 if is_resident else atoms), num_barriers=stages),
@@ -91,7 +95,8 @@ def multiply(
         exchange=plgpu.ClusterBarrier(collective_axes=("split",), num_barriers=3) if splits > 1 else (),
         collective_axes="wg",
     )
-    def _scope(w_smem, x_smem, norm_smem, part_smem, square_smem, scratch, ready, free, x_ready, norm_ready, exchange):
+    def _scope(memory, norm_smem, square_smem, scratch, ready, free, x_ready, norm_ready, exchange):
+        (w_smem, x_smem), part_smem = memory
         wg = lax.axis_index("wg")
 
         @pl.when(wg == 1)
@@ -216,7 +221,7 @@ def multiply(
 
             for s, product in enumerate(products):
                 mine = part_smem if in_shared else at_split(None, part_ref, split)
-                mine.at[s].transpose((1, 0))[...] = plgpu.layout_cast(product, single_registers())
+                mine.at[s, :, pl.ds(0, block_n)].transpose((1, 0))[...] = plgpu.layout_cast(product, single_registers())
             meet(0)
             write(read)
             if splits > 1:  # no CTA may end while others read its shared memory
@@ -262,7 +267,7 @@ def _kernel(
         residual = None
         if residual_ref is not None:
             residual = plgpu.load(residual_ref.at[rows, columns], layout=layout, optimized=False)
-        biases = [] if bias_ref is None else load_biases(bias_ref.at[:, columns], owned)
+        biases = [] if bias_ref is None else load_biases(bias_ref.at[:, columns], layout, owned)
 
         def write(read):
             sums = [read(s, pl.ds(0, block_n), layout) for s in range(segments)]

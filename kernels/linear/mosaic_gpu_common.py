@@ -20,10 +20,10 @@ WARPS, LANES = 4, 32
 UNROLL = 8
 
 
-def swizzled_smem(shape: tuple[int, ...], dtype: Any) -> pl.MemoryRef:
-    """Shared memory in the layout of wgmma operands."""
-    tiling = plgpu.TilingTransform((TILE_ROWS, ATOM))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
+def swizzled_smem(shape: tuple[int, ...], dtype: Any, *, atom: int = ATOM) -> pl.MemoryRef:
+    """Shared memory in the layout of wgmma operands, in tiles of `atom` columns."""
+    tiling = plgpu.TilingTransform((TILE_ROWS, atom))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(2 * atom)))
 
 
 def _tiled(tiling: tuple, warp_dims: tuple, lane_dims: tuple) -> Any:
@@ -136,10 +136,9 @@ def normalise(tile: Any, norm_weight: Any, scales: jax.Array) -> None:
     tile[...] = x.astype(tile.dtype)
 
 
-def load_biases(bias_ref: Any, rows: int) -> list[jax.Array]:
-    """Every segment's bias, from [segments, columns] in device memory, for `rows` rows in `out_layout`."""
+def load_biases(bias_ref: Any, layout: Any, rows: int) -> list[jax.Array]:
+    """Every segment's bias, from [segments, columns] in device memory, for `rows` rows in the layout of sums."""
     segments, columns = bias_ref.shape
-    layout = out_layout(rows, columns)
     biases = []
     for s in range(segments):
         values = plgpu.load(bias_ref.at[s], layout=layout.reduce(0), optimized=False)

@@ -13,7 +13,15 @@ import pathlib
 ATOM = 64  # columns of a swizzled tile, and wgmma's M
 ROWS = 16  # rows of x come in multiples of this
 MAX_SMEM = 224 * 1024
-MAX_ROWS = 128
+MAX_ROWS = 256
+FEWEST_OF_MANY_ROWS = 128  # for which products that are not tuned take the kernel for many
+MAX_CLUSTER = 8
+MAX_ACCUMULATORS = 192  # registers of a thread that hold sums
+REGISTERS = 512  # of each lane of an SM's four schedulers
+PRODUCER_REGISTERS = 40
+OTHER_REGISTERS = 26  # that a consumer needs beside its sums, as ptxas says
+PADDING = 8  # columns between rows of partial sums, so that a warp's stores of pairs hit all banks
+SINGLES_PADDING = 4  # the same for stores of single columns, transposed
 SPLITS = (1, 2, 4, 8)
 DEFAULT_DEVICE = "NVIDIA H200"
 
@@ -59,13 +67,13 @@ class Params:
             raise ValueError(f"exchange must be shared or device, got {self.exchange!r}")
 
     def smem_bytes(self, product: Product, *, has_norm: bool = True) -> int:
-        """Shared memory of a CTA, barriers apart."""
+        """Shared memory of a CTA, barriers apart: the ring, and partial sums over it."""
         num_tiles, depth = product.size // self.splits // self.block_k, product.size // self.splits
         is_resident = self.resident and has_norm
         stage = self.block_k * (product.segments * self.block_n + product.rows * (not is_resident)) * 2
         x = depth * product.rows * 2 if is_resident else 0
-        sums = product.segments * product.rows * self.block_n * 4
-        return min(self.num_stages, num_tiles) * stage + sums + x + 2 * depth * has_norm
+        sums = product.segments * product.rows * (self.block_n + SINGLES_PADDING) * 4
+        return max(min(self.num_stages, num_tiles) * stage + x, sums) + 2 * depth * has_norm
 
     def check(self, product: Product, *, has_norm: bool = True) -> None:
         """Raise NotImplementedError, with the values, for a product that these parameters cannot do."""
@@ -73,46 +81,126 @@ class Params:
             raise NotImplementedError(f"{product.rows} rows are no multiple of {ROWS} up to {MAX_ROWS}")
         if product.columns % self.block_n or product.size % (self.splits * self.block_k):
             raise NotImplementedError(f"{product} cannot be cut by {self}")
+        if product.segments * self.block_n // ATOM * product.rows // 2 > MAX_ACCUMULATORS:
+            raise NotImplementedError(f"{product} needs too many registers with {self}")
         needed = self.smem_bytes(product, has_norm=has_norm)
         if needed > MAX_SMEM:
             raise NotImplementedError(f"{product} needs {needed} bytes of shared memory with {self}")
 
 
+@dataclasses.dataclass(frozen=True)
+class ManyRowsParams:
+    """Tuning of the kernel for 64 to 256 rows.
+
+    block_n: output columns of a CTA, a multiple of 32 up to 256. splits: CTAs that share K. block_k: a multiple of 64.
+    num_stages: tiles in flight a CTA. consumer_rows: 64 or 128 rows of x a warpgroup.
+    exchange: as in `Params`.
+    """
+
+    block_n: int = 128
+    splits: int = 4
+    block_k: int = 64
+    num_stages: int = 4
+    consumer_rows: int = 64
+    exchange: str = "shared"
+
+    def __post_init__(self) -> None:
+        if self.block_n % (ATOM // 2) or not 0 < self.block_n <= 256:
+            raise ValueError(f"block_n must be a multiple of {ATOM // 2} up to 256, got {self.block_n}")
+        if self.block_k % ATOM or self.block_k <= 0:
+            raise ValueError(f"block_k must be a multiple of {ATOM}, got {self.block_k}")
+        if self.splits not in SPLITS:
+            raise ValueError(f"splits must be one of {SPLITS}, got {self.splits}")
+        if self.consumer_rows not in (64, 128):
+            raise ValueError(f"consumer_rows must be 64 or 128, got {self.consumer_rows}")
+        if self.exchange not in ("shared", "device"):
+            raise ValueError(f"exchange must be shared or device, got {self.exchange!r}")
+
+    @property
+    def atom(self) -> int:
+        """Columns of a swizzled tile."""
+        return ATOM if self.block_n % ATOM == 0 else ATOM // 2
+
+    def consumer_registers(self, product: Product) -> int:
+        """Registers that a consumer's thread may ask for: all that CTAs are launched with, but for the producer's."""
+        consumers = product.rows // self.consumer_rows
+        at_launch = REGISTERS // (consumers + 1) // 8 * 8
+        return min((at_launch * (consumers + 1) - PRODUCER_REGISTERS) // consumers // 8 * 8, 240)
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a consumer's thread that hold sums."""
+        return self.consumer_rows // ATOM * self.block_n // 2
+
+    def smem_bytes(self, product: Product) -> int:
+        """Shared memory of a CTA, barriers apart: the ring, and partial sums over it."""
+        stages = min(self.num_stages, product.size // self.splits // self.block_k)
+        ring = stages * self.block_k * (product.rows + self.block_n) * 2
+        return max(ring, product.rows * (self.block_n + PADDING) * 4 * (self.splits * product.segments > 1))
+
+    def check(self, product: Product, *, has_norm: bool = False) -> None:
+        """Raise NotImplementedError, with the values, for a product that these parameters cannot do."""
+        assert not has_norm, "the norm is a kernel of its own"
+        if product.rows % self.consumer_rows or not 0 < product.rows <= MAX_ROWS:
+            raise NotImplementedError(f"{product.rows} rows are no multiple of {self.consumer_rows} up to {MAX_ROWS}")
+        if product.columns % self.block_n or product.size % (self.splits * self.block_k):
+            raise NotImplementedError(f"{product} cannot be cut by {self}")
+        if self.splits * product.segments > MAX_CLUSTER:
+            raise NotImplementedError(f"{product} needs clusters of more than {MAX_CLUSTER} CTAs with {self}")
+        at_launch = REGISTERS // (product.rows // self.consumer_rows + 1)
+        is_too_wide = self.block_n // 2 + OTHER_REGISTERS > at_launch  # of one wgmma
+        if is_too_wide or self.accumulators + OTHER_REGISTERS > self.consumer_registers(product):
+            raise NotImplementedError(f"{product} needs too many registers with {self}")
+        if self.smem_bytes(product) > MAX_SMEM:
+            raise NotImplementedError(f"{product} needs {self.smem_bytes(product)} bytes of shared memory with {self}")
+
+
 @functools.cache
-def tuned_params(product: Product, *, head_dim: int | None = None, device_kind: str = DEFAULT_DEVICE) -> Params | None:
-    """Parameters from `tuned/`, or None where the kernel is not known to win.
+def tuned_params(
+    product: Product, *, head_dim: int | None = None, device_kind: str = DEFAULT_DEVICE
+) -> Params | ManyRowsParams | None:
+    """Parameters from `tuned/`, or None where no kernel is known to win.
 
     The file has, for `<size>x<segments>x<columns>`, parameters by the number of rows that they were measured at; they
-    serve as many, and fewer down to more than half. For a projection that is fused with what it is for (`head_dim`),
-    the name is `<size>x<segments>x<columns> in heads of <head_dim>`.
+    serve as many, and fewer down to more than half, in multiples that the kernel can do. For a projection that is fused
+    with what it is for (`head_dim`), the name is `<size>x<segments>x<columns> in heads of <head_dim>`. Parameters with
+    `consumer_rows` are for the kernel for many rows.
     """
     path = pathlib.Path(__file__).parent / "tuned" / f"{device_kind.lower().replace(' ', '_')}.json"
-    if not path.exists() or product.rows % ROWS:
+    if not path.exists():
         return None
     key = f"{product.size}x{product.segments}x{product.columns}"
     key += "" if head_dim is None else f" in heads of {head_dim}"
     tuned = json.loads(path.read_text()).get(key, {})
-    fitting = [int(rows) for rows in tuned if product.rows <= int(rows) < 2 * product.rows]
-    return Params(**tuned[str(min(fitting))]) if fitting else None
+    for rows, fields in sorted(tuned.items(), key=lambda item: int(item[0])):
+        multiple = fields.get("consumer_rows", ROWS)
+        if product.rows <= int(rows) < 2 * product.rows and product.rows % multiple == 0:
+            return ManyRowsParams(**fields) if "consumer_rows" in fields else Params(**fields)
+    return None
 
 
-def default_params(product: Product) -> Params:
-    """Parameters for a product that nobody has tuned: about one CTA an SM, half of its memory.
+def default_params(product: Product) -> Params | ManyRowsParams:
+    """Parameters for a product that nobody has tuned: about one CTA an SM; half of its memory if rows are few.
 
     Raises:
       NotImplementedError: none fit.
     """
-
-    def distance(candidate: Params) -> float:
-        return abs(math.log(product.columns / candidate.block_n * candidate.splits / 132))
-
-    candidates = []
-    for block_n, splits in itertools.product((2 * ATOM, ATOM), SPLITS):
+    candidates: list[Params | ManyRowsParams] = []
+    for block_n, splits in itertools.product((3 * ATOM, 2 * ATOM, ATOM), SPLITS):
         stage = ATOM * (product.segments * block_n + product.rows) * 2
-        params = Params(block_n=block_n, splits=splits, num_stages=max(2, 96 * 1024 // stage))
-        with contextlib.suppress(NotImplementedError):
-            params.check(product)
-            candidates.append(params)
+        few = Params(block_n=block_n, splits=splits, num_stages=max(2, 96 * 1024 // stage))
+        stage = ATOM * (block_n + product.rows) * 2
+        many = ManyRowsParams(block_n=block_n, splits=splits, num_stages=MAX_SMEM // stage)
+        for params in (few, many):
+            with contextlib.suppress(NotImplementedError):
+                params.check(product)
+                if isinstance(params, Params) == (product.rows < FEWEST_OF_MANY_ROWS or product.rows % ATOM > 0):
+                    candidates.append(params)
     if not candidates:
         raise NotImplementedError(f"{product} cannot be cut into tiles of {ATOM} columns and {ATOM} rows")
+
+    def distance(params: Params | ManyRowsParams) -> float:
+        parts = params.splits * (product.segments if isinstance(params, ManyRowsParams) else 1)
+        return abs(math.log(product.columns / params.block_n * parts / 132))
+
     return min(candidates, key=distance)

@@ -10,7 +10,13 @@ import pytest
 from absent_devices import h200
 
 from jaxinfer.kernels.linear import arg_specs, mosaic_gpu
-from jaxinfer.kernels.linear.tuning import Product, default_params, tuned_params
+from jaxinfer.kernels.linear.tuning import (
+    PRODUCER_REGISTERS,
+    ManyRowsParams,
+    Product,
+    default_params,
+    tuned_params,
+)
 
 pytestmark = pytest.mark.aot
 
@@ -30,10 +36,14 @@ def test_compiles_without_spills(name: str, monkeypatch: pytest.MonkeyPatch, cap
     arrays = {"norm_weight": shape((size,))} if spec.has_norm else {}
     if spec.has_residual:
         arrays["residual"] = shape((spec.rows, product.columns))
-    multiply = partial(
-        mosaic_gpu.linear, activation=spec.activation, params=tuned_params(product) or default_params(product)
-    )
+    params = tuned_params(product) or default_params(product)
+    multiply = partial(mosaic_gpu.linear, activation=spec.activation, params=params)
     jax.jit(multiply).lower(shape((spec.rows, size)), shape((size, segments, product.columns)), **arrays).compile()
     report = capfd.readouterr().out
     print(report)
     assert re.findall(r"(\d+) bytes spill stores", report) == ["0"]
+    if isinstance(params, ManyRowsParams):  # what its warpgroups ask for later has to be there from the start
+        (launched,) = map(int, re.findall(r"Used (\d+) registers", report))
+        consumers = spec.rows // params.consumer_rows
+        asked = consumers * params.consumer_registers(product) + PRODUCER_REGISTERS
+        assert asked <= launched * (consumers + 1)

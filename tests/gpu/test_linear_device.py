@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.kernels.linear import arg_specs, linear, mosaic_gpu
-from jaxinfer.kernels.linear.tuning import Params, Product, tuned_params
+from jaxinfer.kernels.linear.tuning import ManyRowsParams, Params, Product, tuned_params
 
 pytestmark = pytest.mark.device
 
@@ -24,9 +24,19 @@ SPECS = {
     "0.6B down, 16 rows": None,
     "8B down, 16 rows": Params(splits=2, num_stages=20),
     "0.6B qkv, 64 rows": None,
-    "8B out, 128 rows": None,
+    "8B out, 128 rows": Params(splits=2, num_stages=7),
     "half 8B down, 128 rows": None,
     "0.6B gate_up, 64 rows": Params(splits=4, num_stages=4),
+    "0.6B out, 256 rows": None,
+    "0.6B gate_up, 192 rows": None,
+    "8B qkv, 64 rows": None,
+    "8B qkv, 128 rows": None,
+    "8B gate_up, 128 rows": None,
+    "8B gate_up, 192 rows": None,
+    "8B out, 256 rows": None,
+    "8B down, 64 rows": None,
+    "half 8B gate_up, 256 rows": ManyRowsParams(block_n=96, splits=1, num_stages=5),
+    "half 8B qkv, 256 rows": ManyRowsParams(block_n=128, splits=4, num_stages=4, consumer_rows=128),
 }
 """Products by name, with tuned parameters or others."""
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.kernels.linear import arg_specs, linear, mosaic_gpu
 from jaxinfer.kernels.linear.arg_specs import Spec
-from jaxinfer.kernels.linear.tuning import Params
+from jaxinfer.kernels.linear.tuning import ManyRowsParams, Params
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 
@@ -29,7 +29,7 @@ def interpreted() -> Iterator[None]:
     assert not interpreter.get_races().races_found
 
 
-def run(spec: Spec, x: jax.Array, weight: jax.Array, options: dict, params: Params) -> np.ndarray:
+def run(spec: Spec, x: jax.Array, weight: jax.Array, options: dict, params: Params | ManyRowsParams) -> np.ndarray:
     segments = 1 if spec.activation is None else 2
     if "bias" in options:
         options = options | {"bias": options["bias"].reshape(segments, -1)}
@@ -45,6 +45,10 @@ def params(**changes) -> Params:
     return Params(**({"block_n": 64, "num_stages": 2, "exchange": "device"} | changes))
 
 
+def many(**changes) -> ManyRowsParams:
+    return ManyRowsParams(**({"block_n": 64, "num_stages": 2, "exchange": "device"} | changes))
+
+
 CASES = {
     "one tile": (Spec(16, (64,), (64,)), params(splits=1)),
     "ring is reused": (Spec(16, (256,), (64,)), params(splits=1)),
@@ -55,6 +59,16 @@ CASES = {
     ),
     "norm by the cluster": (Spec(32, (256,), (64,), has_norm=True), params(splits=2, resident=True)),
     "8 splits, bias": (Spec(48, (512,), (128,), has_bias=True), params(splits=8, block_n=128)),
+    "many rows, one part": (Spec(64, (192,), (128,), has_norm=True, has_bias=True), many(splits=1)),
+    "many rows, splits": (Spec(128, (256,), (192,), has_residual=True), many(splits=2, block_n=96)),
+    "many rows, gated": (
+        Spec(192, (256,), (2, 64), has_norm=True, has_residual=True, activation="silu"),
+        many(splits=1),
+    ),
+    "many rows, gated, splits, f16": (
+        Spec(256, (128,), (2, 128), has_bias=True, activation="silu", dtype="float16"),
+        many(splits=2, block_n=128, consumer_rows=128),
+    ),
 }
 
 
@@ -70,12 +84,13 @@ def test_matches_the_reference(name: str) -> None:
     assert error < 4e-3  # the norm's output and the result are rounded to 8 bits each
 
 
-def test_rows_do_not_depend_on_others() -> None:
-    spec = Spec(16, (128,), (64,), has_norm=True, has_residual=True)
+@pytest.mark.parametrize(("rows", "tuning"), [(16, params(splits=2)), (64, many(splits=2))], ids=["few", "many"])
+def test_rows_do_not_depend_on_others(rows: int, tuning: Params | ManyRowsParams) -> None:
+    spec = Spec(rows, (128,), (64,), has_norm=True, has_residual=True)
     x, weight, options = arg_specs.make_inputs(spec, seed=1)
     other = x.at[5].set(jnp.nan).at[7].multiply(100)
-    outs = [run(spec, rows, weight, options, params(splits=2)) for rows in (x, other)]
-    same = ~np.isin(np.arange(16), (5, 7))
+    outs = [run(spec, array, weight, options, tuning) for array in (x, other)]
+    same = ~np.isin(np.arange(rows), (5, 7))
     np.testing.assert_array_equal(outs[0][same], outs[1][same])
     assert np.isnan(outs[1][5]).all()
 

@@ -1,5 +1,8 @@
 """The specification of `linear` against the operations that it stands for, and what its api refuses."""
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,14 @@ import pytest
 from jaxinfer.kernels.linear import arg_specs, choose, choose_for, linear
 from jaxinfer.kernels.linear.arg_specs import Spec
 from jaxinfer.kernels.linear.reference import MANY_ROWS
-from jaxinfer.kernels.linear.tuning import Params, Product, default_params, tuned_params
+from jaxinfer.kernels.linear.tuning import (
+    PRODUCER_REGISTERS,
+    ManyRowsParams,
+    Params,
+    Product,
+    default_params,
+    tuned_params,
+)
 
 
 def in_float64(spec: Spec, x: jax.Array, weight: jax.Array, options: dict) -> np.ndarray:
@@ -102,10 +112,30 @@ def test_parameters_fit_their_products() -> None:
 
 
 def test_parameters_serve_down_to_half_of_the_rows_they_were_measured_at() -> None:
-    found = {rows for rows in range(16, 129, 16) if tuned_params(Product(rows, 4096, 1, 4096))}
-    assert found == {80, 96, 112, 128}  # measured at 128
-    found = {rows for rows in range(16, 129, 16) if tuned_params(Product(rows, 1024, 1, 4096))}
-    assert found == {16, 48, 64}  # measured at 16 and 64
+    def found(size: int, columns: int) -> dict[int, tuple[int, bool]]:
+        """By number of rows, stages and whether the kernel is that for many rows."""
+        every = {rows: tuned_params(Product(rows, size, 1, columns)) for rows in range(8, 513, 8)}
+        return {rows: (p.num_stages, isinstance(p, ManyRowsParams)) for rows, p in every.items() if p is not None}
+
+    at_128 = dict.fromkeys((80, 96, 112, 128), (7, False))
+    assert found(6144, 4096) == at_128  # measured at 128
+    # Measured at 64, 128 and 256; the first for many rows and in 64s, the second in 128s.
+    assert found(4096, 4096) == {64: (14, True), 128: (9, True)} | dict.fromkeys(range(144, 257, 16), (5, False))
+
+
+def test_no_consumer_asks_for_registers_that_were_not_launched() -> None:
+    """An SM would wait for them for ever: a CTA has what all of its warpgroups were launched with, in eights each."""
+    asked = 0
+    for rows, consumer_rows in itertools.product(range(64, 257, 64), (64, 128)):
+        consumers = rows // consumer_rows
+        if rows % consumer_rows:
+            continue
+        params, asked = ManyRowsParams(consumer_rows=consumer_rows), asked + 1
+        registers = params.consumer_registers(Product(rows, 4096, 1, 4096))
+        launched = 512 // (consumers + 1) // 8 * 8
+        assert registers % 8 == 0
+        assert registers * consumers + PRODUCER_REGISTERS <= launched * (consumers + 1)
+    assert asked == 6
 
 
 def test_says_what_cannot_be_cut() -> None:
@@ -117,6 +147,27 @@ def test_says_what_cannot_be_cut() -> None:
         Params(splits=1, num_stages=16, block_n=128).check(Product(16, 1024, 1, 4096))
     with pytest.raises(NotImplementedError, match="cannot be cut"):
         default_params(Product(16, 100, 1, 4096))
+    for wrong in (
+        {"block_n": 48},
+        {"block_n": 288},
+        {"block_k": 0},
+        {"splits": 3},
+        {"consumer_rows": 32},
+        {"exchange": ""},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ManyRowsParams(**wrong)
+    product = Product(128, 4096, 1, 4096)
+    for words, many, changes in (
+        ("96 rows", ManyRowsParams(), {"rows": 96}),
+        ("320 rows", ManyRowsParams(), {"rows": 320}),
+        ("cannot be cut", ManyRowsParams(block_n=192), {}),
+        ("clusters of more than 8", ManyRowsParams(splits=8), {"segments": 2}),
+        ("registers", ManyRowsParams(block_n=256, num_stages=2), {"rows": 192}),
+        ("shared memory", ManyRowsParams(num_stages=9), {}),
+    ):
+        with pytest.raises(NotImplementedError, match=words):
+            many.check(dataclasses.replace(product, **changes))
     for wrong in ({"block_n": 32}, {"block_k": 0}, {"splits": 3}, {"num_stages": 1}, {"exchange": "post"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Params(**wrong)
