@@ -119,8 +119,9 @@ def test_parameters_serve_down_to_half_of_the_rows_they_were_measured_at() -> No
 
     at_128 = dict.fromkeys((80, 96, 112, 128), (7, False))
     assert found(6144, 4096) == at_128  # measured at 128
-    # Measured at 64, 128 and 256; the first for many rows and in 64s, the second in 128s.
-    assert found(4096, 4096) == {64: (14, True), 128: (9, True)} | dict.fromkeys(range(144, 257, 16), (5, False))
+    at_16_or_64 = dict.fromkeys((16, 48, 64), (8, False))
+    # Measured at 16, 64, and for many rows at 128, 192 and 256: in multiples of 128, 64 and 128.
+    assert found(1024, 4096) == at_16_or_64 | {128: (9, True), 192: (7, True), 256: (5, True)}
 
 
 def test_no_consumer_asks_for_registers_that_were_not_launched() -> None:
