@@ -1,9 +1,9 @@
-"""Check and time products of few rows on the GPU at hand: `python scripts/bench_linear.py [WORDS ...] [--tune FILE]`.
+"""Check and time `linear` on the GPU at hand: `python scripts/bench_linear.py [WORDS ...] [--tune FILE]`.
 
 Every product of the decoder layers in `arg_specs` is checked against float32 on fresh random inputs, then timed with
 all that stands around it (norm, activation, residual), beside the same operations by XLA. A line gives the time of one
 call, the rate at which the weight was read, its share of the reading roof measured in the same run, the relative
-error, and XLA's time. With --tune, some 20 sets of parameters are tried a product, and those that beat XLA written to
+error, and XLA's time. With --tune, some 10 sets of parameters are tried a product, and those that beat XLA written to
 FILE in the form of `kernels/linear/tuned/`.
 
 Timing: the difference between one run and four of a program that loops on the device, since the host is too slow to

@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight, and what stands before and after them in a decoder layer."""
+"""Products of up to 256 rows with a weight, and what stands before and after them in a decoder layer."""
 
 from jaxinfer.kernels.linear.api import choose, choose_for, linear, qkv_rope_kv_update
 

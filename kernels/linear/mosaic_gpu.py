@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight for Hopper: the weight is read once, in one launch.
+"""Products of up to 256 rows with a weight for Hopper: the weight is read once, in one launch.
 
 The CTAs of a cluster share K and add up through each other's shared memory. Up to 128 rows, weight columns are wgmma's
 M and rows of x its N (`mosaic_gpu_cluster`). With 64 to 256 rows it can be the other way round, in larger tiles; a norm

@@ -24,14 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxinfer.kernels.linear.mosaic_gpu_common import (
-    Fusions,
-    finish,
-    load_biases,
-    out_layout,
-    repeat,
-    swizzled_smem,
-)
+from jaxinfer.kernels.linear.mosaic_gpu_common import Fusions, finish, load_biases, out_layout, repeat, swizzled_smem
 from jaxinfer.kernels.linear.tuning import PADDING, PRODUCER_REGISTERS, ManyRowsParams, Product
 
 
@@ -50,11 +43,12 @@ def _kernel(
     stages = min(params.num_stages, num_tiles)
     consumers = num_rows // params.consumer_rows
     parts = segments * splits
-    registers = params.consumer_registers(Product(num_rows, size, segments, w_ref.shape[2]))
+    registers = params.consumer_registers(num_rows)
     block, part = lax.axis_index("column"), lax.axis_index("part")
     segment, split = lax.div(part, splits), lax.rem(part, splits)
     columns = pl.ds(block * block_n, block_n)
     in_shared = params.exchange == "shared"
+    moves_registers = in_shared and consumers > 1  # a single consumer is launched with as many as it can use
 
     ring = (
         swizzled_smem((stages, num_rows, block_k), x_ref.dtype, atom=params.atom),
@@ -79,7 +73,7 @@ def _kernel(
 
         @pl.when(wg == consumers)
         def _producer():
-            if in_shared:
+            if moves_registers:
                 plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
             def load(i, slot):
@@ -108,7 +102,7 @@ def _kernel(
 
         @pl.when(wg < consumers)
         def _consumer():
-            if in_shared:
+            if moves_registers:
                 plgpu.set_max_registers(registers, action="increase")
             my_rows = pl.ds(wg * params.consumer_rows, params.consumer_rows)
 

@@ -1,4 +1,4 @@
-"""Parameters of the Hopper kernel, and for which products and how many rows it is known to beat XLA's."""
+"""Parameters of the Hopper kernels, and for which products and how many rows it is known to beat XLA's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """Tuning.
+    """Tuning of the kernel for few rows.
 
     block_n: output columns a cluster, a multiple of 64. splits: CTAs of a cluster, which share K. block_k: rows of a
     weight tile, a multiple of 64. num_stages: tiles in flight a CTA.
@@ -121,9 +121,9 @@ class ManyRowsParams:
         """Columns of a swizzled tile."""
         return ATOM if self.block_n % ATOM == 0 else ATOM // 2
 
-    def consumer_registers(self, product: Product) -> int:
-        """Registers that a consumer's thread may ask for: all that CTAs are launched with, but for the producer's."""
-        consumers = product.rows // self.consumer_rows
+    def consumer_registers(self, rows: int) -> int:
+        """Registers that a consumer's thread may ask for: all that a CTA is launched with, but for the producer's."""
+        consumers = rows // self.consumer_rows
         at_launch = REGISTERS // (consumers + 1) // 8 * 8
         return min((at_launch * (consumers + 1) - PRODUCER_REGISTERS) // consumers // 8 * 8, 240)
 
@@ -149,7 +149,7 @@ class ManyRowsParams:
             raise NotImplementedError(f"{product} needs clusters of more than {MAX_CLUSTER} CTAs with {self}")
         at_launch = REGISTERS // (product.rows // self.consumer_rows + 1)
         is_too_wide = self.block_n // 2 + OTHER_REGISTERS > at_launch  # of one wgmma
-        if is_too_wide or self.accumulators + OTHER_REGISTERS > self.consumer_registers(product):
+        if is_too_wide or self.accumulators + OTHER_REGISTERS > self.consumer_registers(product.rows):
             raise NotImplementedError(f"{product} needs too many registers with {self}")
         if self.smem_bytes(product) > MAX_SMEM:
             raise NotImplementedError(f"{product} needs {self.smem_bytes(product)} bytes of shared memory with {self}")

@@ -132,7 +132,7 @@ def test_no_consumer_asks_for_registers_that_were_not_launched() -> None:
         if rows % consumer_rows:
             continue
         params, asked = ManyRowsParams(consumer_rows=consumer_rows), asked + 1
-        registers = params.consumer_registers(Product(rows, 4096, 1, 4096))
+        registers = params.consumer_registers(rows)
         launched = 512 // (consumers + 1) // 8 * 8
         assert registers % 8 == 0
         assert registers * consumers + PRODUCER_REGISTERS <= launched * (consumers + 1)
