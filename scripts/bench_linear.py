@@ -47,14 +47,9 @@ LOOP_SECONDS = 5e-3
 MAX_ERROR = 6e-3
 
 
-def product_of(spec: Spec) -> Product:
-    segments = 1 if spec.activation is None else 2
-    return Product(spec.rows, math.prod(spec.inputs), segments, math.prod(spec.outputs) // segments)
-
-
 def flat_inputs(spec: Spec, seed: int) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Inputs as the kernel takes them, always with a residual."""
-    product = product_of(spec)
+    product = spec.product
     x, weight, options = arg_specs.make_inputs(dataclasses.replace(spec, has_residual=True), seed)
     residual = options.pop("residual").reshape(spec.rows, -1)
     weight = weight.reshape(product.size, product.segments, product.columns)
@@ -173,7 +168,7 @@ def few_rows(product: Product, *, has_norm: bool) -> list[Params]:
 def tune(name: str, spec: Spec, pool: concurrent.futures.Executor) -> dict | None:
     """The fastest parameters if they beat XLA by 3%."""
     bench = Bench(spec)
-    tried = candidates(product_of(spec), has_norm=spec.has_norm)
+    tried = candidates(spec.product, has_norm=spec.has_norm)
     programs = [pool.submit(bench.compile, multiply) for multiply in (by_xla, *map(by_kernel, tried))]
     bench.make_inputs()
     concurrent.futures.wait(programs)  # XLA times its own candidates on the same GPU
@@ -198,7 +193,7 @@ def tune_all(specs: dict[str, Spec], path: pathlib.Path, pool: concurrent.future
     """Tune product after product; what is done is in the file, should the time not suffice for all."""
     table: dict[str, dict] = json.loads(path.read_text()) if path.exists() else {}
     for name, spec in specs.items():
-        product, best = product_of(spec), tune(name, spec, pool)
+        product, best = spec.product, tune(name, spec, pool)
         key, rows = f"{product.size}x{product.segments}x{product.columns}", str(spec.rows)
         by_rows = {r: params for r, params in table.pop(key, {}).items() if r != rows}
         if best is not None:
@@ -222,7 +217,7 @@ def main() -> None:
     roof = reading_roof()
     print(f"reading roof {roof / 1e9:,.0f} GB/s")
     for name, spec in specs.items():
-        bench, product = Bench(spec), product_of(spec)
+        bench, product = Bench(spec), spec.product
         params = tuned_params(product) or default_params(product)
         programs = [pool.submit(bench.compile, multiply) for multiply in (by_kernel(params), by_xla)]
         bench.make_inputs()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxinfer.kernels.linear.tuning import Product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +27,12 @@ class Spec:
 
     @property
     def weight_bytes(self) -> int:
-        count = 1
-        for size in (*self.inputs, *self.outputs):
-            count *= size
-        return count * jnp.dtype(self.dtype).itemsize
+        return math.prod((*self.inputs, *self.outputs)) * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def product(self) -> Product:
+        segments = 1 if self.activation is None else 2
+        return Product(self.rows, math.prod(self.inputs), segments, math.prod(self.outputs) // segments)
 
     @property
     def result(self) -> tuple[int, ...]:
@@ -82,9 +87,7 @@ def make_inputs(spec: Spec, seed: int) -> tuple[jax.Array, jax.Array, dict[str, 
     def normal(shape: tuple[int, ...], scale: float = 1.0, mean: float = 0.0) -> jax.Array:
         return (jax.random.normal(next(keys), shape) * scale + mean).astype(dtype)
 
-    fan_in = 1
-    for size in spec.inputs:
-        fan_in *= size
+    fan_in = math.prod(spec.inputs)
     x = normal((spec.rows, *spec.inputs), 3.0 if spec.has_norm else 1.0)
     weight = normal((*spec.inputs, *spec.outputs), fan_in**-0.5)
     options = {}

@@ -4,7 +4,6 @@ The interpreter runs neither the exchange through other CTAs' shared memory nor 
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +44,13 @@ SPECS = {
 def test_matches_the_reference(name: str) -> None:
     assert jax.default_backend() == "gpu", "these need a Hopper GPU"
     spec = arg_specs.BENCHMARKS[name]
-    size, segments = math.prod(spec.inputs), 1 if spec.activation is None else 2
-    product = Product(spec.rows, size, segments, math.prod(spec.outputs) // segments)
+    product = spec.product
     params = SPECS[name] or tuned_params(product)
     assert params is not None
 
     @jax.jit
     def multiply(x: jax.Array, weight: jax.Array, options: dict[str, jax.Array]) -> jax.Array:
-        x, weight = x.reshape(spec.rows, size), weight.reshape(size, segments, product.columns)
+        x, weight = x.reshape(spec.rows, -1), weight.reshape(product.size, product.segments, product.columns)
         return mosaic_gpu.linear(x, weight, **options, activation=spec.activation, params=params)
 
     for seed in range(3):  # a race would show between runs

@@ -99,9 +99,7 @@ def test_chooses_the_kernel_where_it_is_known_to_win() -> None:
 def test_parameters_fit_their_products() -> None:
     tuned = 0
     for spec in arg_specs.BENCHMARKS.values():
-        segments = 1 if spec.activation is None else 2
-        size = int(np.prod(spec.inputs))
-        product = Product(spec.rows, size, segments, int(np.prod(spec.outputs)) // segments)
+        product = spec.product
         default_params(product).check(product)
         params = tuned_params(product)
         if params is not None:
