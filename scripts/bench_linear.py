@@ -3,12 +3,12 @@
 Every product of the decoder layers in `arg_specs` is checked against float32 on fresh random inputs, then timed with
 all that stands around it (norm, activation, residual), beside the same operations by XLA. A line gives the time of one
 call, the rate at which the weight was read, its share of the reading roof measured in the same run, the relative
-error, and XLA's time. With --tune, some 10 sets of parameters are tried a product, and those that beat XLA written to
+error, and XLA's time. With --tune, up to 20 sets of parameters are tried a product, and those that beat XLA written to
 FILE in the form of `kernels/linear/tuned/`.
 
 Timing: the difference between one run and four of a program that loops on the device, since the host is too slow to
-launch such kernels one by one; median of 3. The loop's body is a chain of calls, each of which adds to the result of
-one before, over as many weights as exceed the L2 cache.
+launch such kernels one by one; median of 3. The loop's body is a chain of calls, each of which waits for the one
+before, and adds to its result where the product has a residual, over as many weights as exceed the L2 cache.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from jaxinfer.kernels.linear.tuning import (
     Product,
     default_params,
     tuned_params,
+    wave,
 )
 
 type Multiply = Callable[..., jax.Array]
@@ -48,12 +49,12 @@ MAX_ERROR = 6e-3
 
 
 def flat_inputs(spec: Spec, seed: int) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Inputs as the kernel takes them, always with a residual."""
+    """Inputs as the kernel takes them."""
     product = spec.product
-    x, weight, options = arg_specs.make_inputs(dataclasses.replace(spec, has_residual=True), seed)
-    residual = options.pop("residual").reshape(spec.rows, -1)
-    weight = weight.reshape(product.size, product.segments, product.columns)
-    return x.reshape(spec.rows, -1), weight, options | {"residual": residual}
+    x, weight, options = arg_specs.make_inputs(spec, seed)
+    if spec.has_residual:
+        options["residual"] = options["residual"].reshape(spec.rows, -1)
+    return x.reshape(spec.rows, -1), weight.reshape(product.size, product.segments, product.columns), options
 
 
 def by_xla(x: jax.Array, weight: jax.Array, *, activation: str | None, **options: jax.Array) -> jax.Array:
@@ -76,25 +77,29 @@ class Bench:
         """A program that loops over all inputs, and gives the first one's result as well."""
         multiply = jax.jit(multiply, static_argnames="activation")
 
-        def once(x: jax.Array, weight: jax.Array, options: dict, residual: jax.Array) -> jax.Array:
-            return multiply(x, weight, activation=self.spec.activation, **options | {"residual": residual})
+        def once(x: jax.Array, weight: jax.Array, options: dict) -> jax.Array:
+            return multiply(x, weight, activation=self.spec.activation, **options)
 
-        def run(inputs: list, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-            def chain(_, residual):
+        def run(inputs: list, out: jax.Array) -> tuple[jax.Array, jax.Array]:
+            def chain(_, out):
                 for x, weight, options in inputs:
-                    x, residual = jax.lax.optimization_barrier((x, residual))  # nothing may leave the loop
-                    residual = once(x, weight, options, residual)
-                return residual
+                    x, out = jax.lax.optimization_barrier((x, out))  # nothing may leave the loop
+                    out = once(x, weight, options | ({"residual": out} if self.spec.has_residual else {}))
+                return out
 
-            return jax.lax.fori_loop(0, self.loops, chain, residual), once(*inputs[0], residual)
+            return jax.lax.fori_loop(0, self.loops, chain, out), once(*inputs[0])
 
         one = jax.eval_shape(lambda: flat_inputs(self.spec, 0))
-        return jax.jit(run).lower([one] * self.copies, one[2]["residual"]).compile()
+        return jax.jit(run).lower([one] * self.copies, self.out_type).compile()
+
+    @property
+    def out_type(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.spec.rows, self.spec.product.columns), self.spec.dtype)
 
     def make_inputs(self) -> None:
         make = jax.jit(partial(flat_inputs, self.spec))
         self.inputs = [make(seed) for seed in range(self.copies)]
-        self.residual = self.inputs[0][2]["residual"]
+        self.out = jnp.zeros(self.out_type.shape, self.out_type.dtype)
 
     def measure(self, program: Callable) -> tuple[float, float]:
         """(seconds a call, relative error)."""
@@ -102,7 +107,7 @@ class Bench:
         def seconds(runs: int) -> float:
             start = time.perf_counter()
             for _ in range(runs):
-                result = program(self.inputs, self.residual)
+                result = program(self.inputs, self.out)
             jax.block_until_ready(result)
             return time.perf_counter() - start
 
@@ -117,58 +122,52 @@ class Bench:
             x = reference.rms_norm(x, options["norm_weight"], 1e-6)
         x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
         expected = np.asarray(by_xla(x, weight, activation=self.spec.activation, **wide))
-        out = np.asarray(program(self.inputs, self.residual)[1].astype(jnp.float32))
+        out = np.asarray(program(self.inputs, self.out)[1].astype(jnp.float32))
         return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
 
 
-def candidates(product: Product, *, has_norm: bool) -> list[Params | ManyRowsParams]:
-    return [*few_rows(product, has_norm=has_norm), *many_rows(product)]
+def candidates(product: Product) -> list[Params | ManyRowsParams]:
+    """Parameters worth a try."""
+    return [*few_rows(product), *many_rows(product)]
 
 
 def many_rows(product: Product) -> list[ManyRowsParams]:
-    """Parameters worth a try: one wave of 48 to 132 CTAs with all of an SM's memory.
-
-    The more CTAs a cluster has, the fewer of an H200's SMs clusters fill: 32 of 4 are two waves.
-    """
+    """One wave of at least 48 CTAs with all of an SM's memory."""
     found = []
-    for block_n, splits, rows in itertools.product((64, 96, 128, 192, 256), SPLITS, (64, 128)):
+    for block_n, splits, consumer_rows in itertools.product((64, 96, 128, 192, 256), SPLITS, (64, 128)):
         stages = MAX_SMEM // (64 * (product.rows + block_n) * 2)
         parts = splits * product.segments
-        most = 132 if parts <= 2 else 104
-        if product.rows < 64 or not 48 <= product.columns // block_n * parts <= most:
+        if product.rows < 64 or not 48 <= product.columns // block_n * parts <= wave(parts):
             continue
-        candidate = ManyRowsParams(block_n, splits, 64, stages, rows)
+        candidate = ManyRowsParams(block_n, splits, num_stages=stages, consumer_rows=consumer_rows)
         with contextlib.suppress(NotImplementedError):
             candidate.check(product)
             found.append(candidate)
     return found
 
 
-def few_rows(product: Product, *, has_norm: bool) -> list[Params]:
-    """Parameters worth a try: clusters of 90 to 400 CTAs over half or all of an SM's memory, in blocks of 64 x 64.
-
-    Wider blocks never won.
-    """
+def few_rows(product: Product) -> list[Params]:
+    """Clusters of 90 to 400 CTAs over half or all of an SM's memory, in blocks of 64 x 64. Wider blocks never won."""
     found: dict[Params, None] = {}
     for splits, room in itertools.product(SPLITS, (104, 208)):
         stage = 64 * (product.segments * 64 + product.rows) * 2
-        norm = 2 * product.size // splits * has_norm
+        norm = 2 * product.size // splits * product.has_norm
         stages = min((room * 1024 - norm) // stage, product.size // splits // 64)
         if stages < 2 or not 90 <= product.columns // 64 * splits <= 400:
             continue
         params = Params(block_n=64, splits=splits, block_k=64, num_stages=stages)
-        for candidate in (params, dataclasses.replace(params, resident=True)):
+        of_norm = [dataclasses.replace(params, **change) for change in ({"resident": True}, {"norm_apart": True})]
+        for candidate in (params, *(of_norm if product.has_norm else ())):
             with contextlib.suppress(NotImplementedError):
-                candidate.check(product, has_norm=has_norm)
-                if not candidate.resident or has_norm:
-                    found[candidate] = None
+                candidate.check(product)
+                found[candidate] = None
     return list(found)
 
 
 def tune(name: str, spec: Spec, pool: concurrent.futures.Executor) -> dict | None:
     """The fastest parameters if they beat XLA by 3%."""
     bench = Bench(spec)
-    tried = candidates(spec.product, has_norm=spec.has_norm)
+    tried = candidates(spec.product)
     programs = [pool.submit(bench.compile, multiply) for multiply in (by_xla, *map(by_kernel, tried))]
     bench.make_inputs()
     concurrent.futures.wait(programs)  # XLA times its own candidates on the same GPU
@@ -193,8 +192,7 @@ def tune_all(specs: dict[str, Spec], path: pathlib.Path, pool: concurrent.future
     """Tune product after product; what is done is in the file, should the time not suffice for all."""
     table: dict[str, dict] = json.loads(path.read_text()) if path.exists() else {}
     for name, spec in specs.items():
-        product, best = spec.product, tune(name, spec, pool)
-        key, rows = f"{product.size}x{product.segments}x{product.columns}", str(spec.rows)
+        best, key, rows = tune(name, spec, pool), spec.product.name, str(spec.rows)
         by_rows = {r: params for r, params in table.pop(key, {}).items() if r != rows}
         if best is not None:
             by_rows[rows] = best

@@ -57,7 +57,7 @@ def multiply(
         bias=None if bias is None else bias[...],
         activation=activation,
         residual=residual,
-        implementation=choose_for(implementation, x, value, activation=activation),
+        implementation=choose_for(implementation, x, value, activation=activation, has_norm=norm is not None),
     )
 
 

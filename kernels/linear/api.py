@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxinfer.kernels.kv_update import rope_kv_update
 from jaxinfer.kernels.linear import reference
-from jaxinfer.kernels.linear.tuning import Product, tuned_params
+from jaxinfer.kernels.linear.tuning import Params, Product, tuned_params
 
 IMPLEMENTATIONS = ("mosaic_gpu", "reference")
 
@@ -33,23 +33,25 @@ def choose_for(
     weight: jax.Array,
     *,
     activation: str | None = None,
+    has_norm: bool = False,
     head_dim: int | None = None,
 ) -> str:
     """`implementation` if it is known to beat XLA at this product on an H200, else "reference".
 
     Args:
+      has_norm: x is normalised along with it.
       head_dim: ask for the projection to heads of this size that is fused with their rotation and storing.
     """
     if implementation != "mosaic_gpu" or x.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != x.dtype:
         return "reference"
-    product = _product(x, weight, activation)
+    product = _product(x, weight, activation, has_norm=has_norm)
     return "reference" if tuned_params(product, head_dim=head_dim) is None else implementation
 
 
-def _product(x: jax.Array, weight: jax.Array, activation: str | None) -> Product:
+def _product(x: jax.Array, weight: jax.Array, activation: str | None, *, has_norm: bool) -> Product:
     segments = 1 if activation is None else 2
     size = math.prod(x.shape[1:])
-    return Product(x.shape[0], size, segments, weight.size // size // segments)
+    return Product(x.shape[0], size, segments, weight.size // size // segments, has_norm)
 
 
 @partial(jax.jit, static_argnames=("norm_eps", "activation", "implementation"))
@@ -104,7 +106,7 @@ def linear(
         raise NotImplementedError(f"linear has no implementation {implementation!r}")
     from jaxinfer.kernels.linear import mosaic_gpu
 
-    product = _product(x, weight, activation)
+    product = _product(x, weight, activation, has_norm=norm_weight is not None)
     size, segments, columns = product.size, product.segments, product.columns
     out = mosaic_gpu.linear(
         x.reshape(-1, size),
@@ -160,11 +162,12 @@ def qkv_rope_kv_update(
     norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
     head_dim = weight.shape[-1]
     is_plain = k_scale is None and v_scale is None and k_cache.dtype == x.dtype
-    if is_plain and choose_for(implementation, x, weight, head_dim=head_dim) == "mosaic_gpu":
+    if is_plain and choose_for(implementation, x, weight, has_norm=True, head_dim=head_dim) == "mosaic_gpu":
         from jaxinfer.kernels.linear import mosaic_gpu_qkv
 
-        params = tuned_params(_product(x, weight, None), head_dim=head_dim)
-        assert params is not None
+        params = tuned_params(_product(x, weight, None, has_norm=True), head_dim=head_dim)
+        assert isinstance(params, Params)
+        assert not params.norm_apart
         return mosaic_gpu_qkv.qkv_rope_kv_update(
             x, weight, *caches, norm_weight=norm_weight, bias=bias, **norms, params=params
         )
@@ -174,7 +177,7 @@ def qkv_rope_kv_update(
         norm_weight=norm_weight,
         norm_eps=eps,
         bias=bias,
-        implementation=choose_for(implementation, x, weight),
+        implementation=choose_for(implementation, x, weight, has_norm=True),
     )
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     return rope_kv_update(qkv, *caches, **norms, **scales, implementation=update_implementation, step_plan=step_plan)

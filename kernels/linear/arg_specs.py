@@ -32,7 +32,7 @@ class Spec:
     @property
     def product(self) -> Product:
         segments = 1 if self.activation is None else 2
-        return Product(self.rows, math.prod(self.inputs), segments, math.prod(self.outputs) // segments)
+        return Product(self.rows, math.prod(self.inputs), segments, math.prod(self.outputs) // segments, self.has_norm)
 
     @property
     def result(self) -> tuple[int, ...]:

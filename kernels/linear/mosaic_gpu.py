@@ -1,13 +1,14 @@
 """Products of up to 256 rows with a weight for Hopper: the weight is read once, in one launch.
 
-The CTAs of a cluster share K and add up through each other's shared memory. Up to 128 rows, weight columns are wgmma's
-M and rows of x its N (`mosaic_gpu_cluster`). With 64 to 256 rows it can be the other way round, in larger tiles; a norm
-is then a kernel of its own (`mosaic_gpu_many_rows`).
+The CTAs of a cluster share K and add up through each other's shared memory. In `mosaic_gpu_cluster`, for few rows,
+weight columns are wgmma's M and rows of x its N. In `mosaic_gpu_many_rows`, for 64 or more, it is the other way round,
+in larger tiles, and a norm before is a kernel of its own.
 
 `Params.overlap` launches a kernel while the one before it still runs (programmatic dependent launch): weight tiles are
 fetched meanwhile, everything else waits until that kernel has ended.
 
-A row's result depends on no other row, and sums run in a fixed order. The bound is device memory: the weight's bytes.
+A row's result depends on no other row, and sums run in a fixed order. The bound is device memory, the weight's
+bytes, and with 256 rows the tensor cores.
 """
 
 import jax
@@ -35,11 +36,11 @@ def linear(
     """See `api.linear`; [T, F]."""
     num_rows, size = x.shape
     _, segments, columns = weight.shape
-    product = Product(num_rows, size, segments, columns)
+    product = Product(num_rows, size, segments, columns, norm_weight is not None)
     params = params or tuned_params(product) or default_params(product)
-    if isinstance(params, ManyRowsParams) and norm_weight is not None:
+    if norm_weight is not None and params.norm_apart:
         x, norm_weight = reference.rms_norm(x, norm_weight, norm_eps), None
-    params.check(product, has_norm=norm_weight is not None)
+    params.check(product)
     if x.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != x.dtype:
         raise NotImplementedError(f"x {x.dtype} with weight {weight.dtype}: both must be bf16 or both f16")
     fusions = Fusions(norm_eps if norm_weight is not None else None, bias is not None, residual is not None, activation)

@@ -138,7 +138,7 @@ def qkv_rope_kv_update(
     """See `api.qkv_rope_kv_update`."""
     num_rows, size = x.shape
     _, kv_heads, rows, head_dim = weight.shape
-    product = Product(num_rows, size, 1, kv_heads * rows * head_dim)
+    product = Product(num_rows, size, 1, kv_heads * rows * head_dim, has_norm=True)
     check_supported(x, weight, k_cache, params)
     params.check(product)
     optional: list[Any] = [] if bias is None else [bias.reshape(-1, head_dim)]

@@ -9,15 +9,17 @@ import itertools
 import json
 import math
 import pathlib
+from typing import ClassVar
 
 ATOM = 64  # columns of a swizzled tile, and wgmma's M
 ROWS = 16  # rows of x come in multiples of this
 MAX_SMEM = 224 * 1024
 MAX_ROWS = 256
-FEWEST_OF_MANY_ROWS = 128  # for which products that are not tuned take the kernel for many
+FEWEST_OF_MANY_ROWS = 128  # from here on products that are not tuned take the kernel for many rows
 MAX_CLUSTER = 8
+SMS = 132
 MAX_ACCUMULATORS = 192  # registers of a thread that hold sums
-REGISTERS = 512  # of each lane of an SM's four schedulers
+REGISTERS = 512  # 65,536 of an SM over the 128 threads of a warpgroup
 PRODUCER_REGISTERS = 40
 OTHER_REGISTERS = 26  # that a consumer needs beside its sums, as ptxas says
 PADDING = 8  # columns between rows of partial sums, so that a warp's stores of pairs hit all banks
@@ -28,12 +30,19 @@ DEFAULT_DEVICE = "NVIDIA H200"
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """What is multiplied: x [rows, size] with a weight [size, segments, columns]; segments is 2 for a gated one."""
+    """What is multiplied: x [rows, size], or its norm, with a weight [size, segments, columns]; segments is 2 for a
+    gated one."""
 
     rows: int
     size: int
     segments: int
     columns: int
+    has_norm: bool = False
+
+    @property
+    def name(self) -> str:
+        """In the files of `tuned/`, where there is an entry for each number of rows."""
+        return f"{self.size}x{self.segments}x{self.columns}" + " of norm" * self.has_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +52,7 @@ class Params:
     block_n: output columns a cluster, a multiple of 64. splits: CTAs of a cluster, which share K. block_k: rows of a
     weight tile, a multiple of 64. num_stages: tiles in flight a CTA.
     resident: the CTAs of a cluster keep their share of x in shared memory and work out its norm together.
+    norm_apart: a norm before the product is a kernel of its own, not done by every CTA.
     overlap: launch while the kernel before still runs, and fetch the weight meanwhile, which must then be an argument
     of the program, not something that it computes. The interpreter does not know it.
     exchange: a cluster's partial sums go through "shared" memory, or "device" memory, which the interpreter can follow.
@@ -53,6 +63,7 @@ class Params:
     block_k: int = 64
     num_stages: int = 4
     resident: bool = False
+    norm_apart: bool = False
     overlap: bool = False
     exchange: str = "shared"
 
@@ -66,16 +77,17 @@ class Params:
         if self.exchange not in ("shared", "device"):
             raise ValueError(f"exchange must be shared or device, got {self.exchange!r}")
 
-    def smem_bytes(self, product: Product, *, has_norm: bool = True) -> int:
+    def smem_bytes(self, product: Product) -> int:
         """Shared memory of a CTA, barriers apart: the ring, and partial sums over it."""
         num_tiles, depth = product.size // self.splits // self.block_k, product.size // self.splits
+        has_norm = product.has_norm and not self.norm_apart
         is_resident = self.resident and has_norm
         stage = self.block_k * (product.segments * self.block_n + product.rows * (not is_resident)) * 2
         x = depth * product.rows * 2 if is_resident else 0
         sums = product.segments * product.rows * (self.block_n + SINGLES_PADDING) * 4
         return max(min(self.num_stages, num_tiles) * stage + x, sums) + 2 * depth * has_norm
 
-    def check(self, product: Product, *, has_norm: bool = True) -> None:
+    def check(self, product: Product) -> None:
         """Raise NotImplementedError, with the values, for a product that these parameters cannot do."""
         if product.rows % ROWS or not 0 < product.rows <= MAX_ROWS:
             raise NotImplementedError(f"{product.rows} rows are no multiple of {ROWS} up to {MAX_ROWS}")
@@ -83,7 +95,7 @@ class Params:
             raise NotImplementedError(f"{product} cannot be cut by {self}")
         if product.segments * self.block_n // ATOM * product.rows // 2 > MAX_ACCUMULATORS:
             raise NotImplementedError(f"{product} needs too many registers with {self}")
-        needed = self.smem_bytes(product, has_norm=has_norm)
+        needed = self.smem_bytes(product)
         if needed > MAX_SMEM:
             raise NotImplementedError(f"{product} needs {needed} bytes of shared memory with {self}")
 
@@ -94,8 +106,10 @@ class ManyRowsParams:
 
     block_n: output columns of a CTA, a multiple of 32 up to 256. splits: CTAs that share K. block_k: a multiple of 64.
     num_stages: tiles in flight a CTA. consumer_rows: 64 or 128 rows of x a warpgroup.
-    exchange: as in `Params`.
+    exchange, norm_apart: as in `Params`.
     """
+
+    norm_apart: ClassVar[bool] = True
 
     block_n: int = 128
     splits: int = 4
@@ -111,6 +125,8 @@ class ManyRowsParams:
             raise ValueError(f"block_k must be a multiple of {ATOM}, got {self.block_k}")
         if self.splits not in SPLITS:
             raise ValueError(f"splits must be one of {SPLITS}, got {self.splits}")
+        if self.num_stages < 2:
+            raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
         if self.consumer_rows not in (64, 128):
             raise ValueError(f"consumer_rows must be 64 or 128, got {self.consumer_rows}")
         if self.exchange not in ("shared", "device"):
@@ -121,11 +137,15 @@ class ManyRowsParams:
         """Columns of a swizzled tile."""
         return ATOM if self.block_n % ATOM == 0 else ATOM // 2
 
+    def launched_registers(self, rows: int) -> int:
+        """Registers that every thread is launched with, if a CTA takes all of an SM's."""
+        return REGISTERS // (rows // self.consumer_rows + 1) // 8 * 8
+
     def consumer_registers(self, rows: int) -> int:
         """Registers that a consumer's thread may ask for: all that a CTA is launched with, but for the producer's."""
         consumers = rows // self.consumer_rows
-        at_launch = REGISTERS // (consumers + 1) // 8 * 8
-        return min((at_launch * (consumers + 1) - PRODUCER_REGISTERS) // consumers // 8 * 8, 240)
+        launched = self.launched_registers(rows) * (consumers + 1)
+        return min((launched - PRODUCER_REGISTERS) // consumers // 8 * 8, 240)
 
     @property
     def accumulators(self) -> int:
@@ -138,17 +158,15 @@ class ManyRowsParams:
         ring = stages * self.block_k * (product.rows + self.block_n) * 2
         return max(ring, product.rows * (self.block_n + PADDING) * 4 * (self.splits * product.segments > 1))
 
-    def check(self, product: Product, *, has_norm: bool = False) -> None:
+    def check(self, product: Product) -> None:
         """Raise NotImplementedError, with the values, for a product that these parameters cannot do."""
-        assert not has_norm, "the norm is a kernel of its own"
         if product.rows % self.consumer_rows or not 0 < product.rows <= MAX_ROWS:
             raise NotImplementedError(f"{product.rows} rows are no multiple of {self.consumer_rows} up to {MAX_ROWS}")
         if product.columns % self.block_n or product.size % (self.splits * self.block_k):
             raise NotImplementedError(f"{product} cannot be cut by {self}")
         if self.splits * product.segments > MAX_CLUSTER:
             raise NotImplementedError(f"{product} needs clusters of more than {MAX_CLUSTER} CTAs with {self}")
-        at_launch = REGISTERS // (product.rows // self.consumer_rows + 1)
-        is_too_wide = self.block_n // 2 + OTHER_REGISTERS > at_launch  # of one wgmma
+        is_too_wide = self.block_n // 2 + OTHER_REGISTERS > self.launched_registers(product.rows)  # for one wgmma
         if is_too_wide or self.accumulators + OTHER_REGISTERS > self.consumer_registers(product.rows):
             raise NotImplementedError(f"{product} needs too many registers with {self}")
         if self.smem_bytes(product) > MAX_SMEM:
@@ -161,46 +179,54 @@ def tuned_params(
 ) -> Params | ManyRowsParams | None:
     """Parameters from `tuned/`, or None where no kernel is known to win.
 
-    The file has, for `<size>x<segments>x<columns>`, parameters by the number of rows that they were measured at; they
-    serve as many, and fewer down to more than half, in multiples that the kernel can do. For a projection that is fused
-    with what it is for (`head_dim`), the name is `<size>x<segments>x<columns> in heads of <head_dim>`. Parameters with
-    `consumer_rows` are for the kernel for many rows.
+    The file has, for the product's name, parameters by the number of rows that they were measured at; they serve as
+    many, and fewer down to more than half, in multiples that the kernel can do. Where there are none for the norm and
+    the product, those for the product alone serve, with the norm apart. For a projection that is fused with what it is
+    for (`head_dim`), ` in heads of <head_dim>` follows the name. Parameters with `consumer_rows` are for the kernel for
+    many rows.
     """
     path = pathlib.Path(__file__).parent / "tuned" / f"{device_kind.lower().replace(' ', '_')}.json"
     if not path.exists():
         return None
-    key = f"{product.size}x{product.segments}x{product.columns}"
-    key += "" if head_dim is None else f" in heads of {head_dim}"
-    tuned = json.loads(path.read_text()).get(key, {})
+    name = product.name + ("" if head_dim is None else f" in heads of {head_dim}")
+    tuned = json.loads(path.read_text()).get(name, {})
     for rows, fields in sorted(tuned.items(), key=lambda item: int(item[0])):
         multiple = fields.get("consumer_rows", ROWS)
         if product.rows <= int(rows) < 2 * product.rows and product.rows % multiple == 0:
             return ManyRowsParams(**fields) if "consumer_rows" in fields else Params(**fields)
-    return None
+    if not product.has_norm or head_dim is not None:
+        return None
+    params = tuned_params(dataclasses.replace(product, has_norm=False), device_kind=device_kind)
+    return dataclasses.replace(params, norm_apart=True) if isinstance(params, Params) else params
+
+
+def wave(cluster: int) -> int:
+    """CTAs that an H200 holds at once, one an SM, in clusters of so many: of 4 it holds 24 (measured) and not 32."""
+    return SMS if cluster <= 2 else 104
 
 
 def default_params(product: Product) -> Params | ManyRowsParams:
-    """Parameters for a product that nobody has tuned: about one CTA an SM; half of its memory if rows are few.
+    """Parameters for a product that nobody has tuned: at most one CTA an SM, in small clusters; half of its memory if
+    rows are few.
 
     Raises:
       NotImplementedError: none fit.
     """
-    candidates: list[Params | ManyRowsParams] = []
+    has_many_rows = product.rows >= FEWEST_OF_MANY_ROWS and product.rows % ATOM == 0
+    candidates: list[tuple[float, int, Params | ManyRowsParams]] = []
     for block_n, splits in itertools.product((3 * ATOM, 2 * ATOM, ATOM), SPLITS):
-        stage = ATOM * (product.segments * block_n + product.rows) * 2
-        few = Params(block_n=block_n, splits=splits, num_stages=max(2, 96 * 1024 // stage))
-        stage = ATOM * (block_n + product.rows) * 2
-        many = ManyRowsParams(block_n=block_n, splits=splits, num_stages=MAX_SMEM // stage)
-        for params in (few, many):
-            with contextlib.suppress(NotImplementedError):
-                params.check(product)
-                if isinstance(params, Params) == (product.rows < FEWEST_OF_MANY_ROWS or product.rows % ATOM > 0):
-                    candidates.append(params)
+        if has_many_rows:
+            stages = MAX_SMEM // (ATOM * (block_n + product.rows) * 2)
+            consumer_rows = ATOM if product.rows <= 3 * ATOM else 2 * ATOM
+            params = ManyRowsParams(block_n, splits, num_stages=stages, consumer_rows=consumer_rows)
+            parts = splits * product.segments
+        else:
+            stage = ATOM * (product.segments * block_n + product.rows) * 2
+            params, parts = Params(block_n, splits, num_stages=max(2, 96 * 1024 // stage)), splits
+        with contextlib.suppress(NotImplementedError):
+            params.check(product)
+            num_ctas, most = product.columns // block_n * parts, wave(parts) if has_many_rows else SMS
+            candidates.append((abs(math.log(num_ctas / most)) + (num_ctas > most), splits, params))
     if not candidates:
-        raise NotImplementedError(f"{product} cannot be cut into tiles of {ATOM} columns and {ATOM} rows")
-
-    def distance(params: Params | ManyRowsParams) -> float:
-        parts = params.splits * (product.segments if isinstance(params, ManyRowsParams) else 1)
-        return abs(math.log(product.columns / params.block_n * parts / 132))
-
-    return min(candidates, key=distance)
+        raise NotImplementedError(f"{product} cannot be cut into blocks of {ATOM} to {3 * ATOM} columns")
+    return min(candidates, key=lambda candidate: candidate[:2])[-1]

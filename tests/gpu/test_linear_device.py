@@ -34,6 +34,9 @@ SPECS = {
     "8B gate_up, 192 rows": None,
     "8B out, 256 rows": None,
     "8B down, 64 rows": None,
+    "8B down, 192 rows": None,
+    "8B out, 64 rows": ManyRowsParams(block_n=64, splits=2, block_k=128),
+    "0.6B gate_up, 128 rows": ManyRowsParams(block_n=128, splits=2, num_stages=7),
     "half 8B gate_up, 256 rows": ManyRowsParams(block_n=96, splits=1, num_stages=5),
     "half 8B qkv, 256 rows": ManyRowsParams(block_n=128, splits=4, num_stages=4, consumer_rows=128),
 }

@@ -25,6 +25,7 @@ NUM_BLOCKS = 4000
 DECODE = BatchShape(num_tokens=32, num_rows=32, is_decode=True, block_size=64)
 MIXED = BatchShape(num_tokens=2048, num_rows=256, is_decode=False, block_size=64)
 
+
 NUM_PRODUCTS = sum(
     tuned_params(spec.product) is not None
     for spec in arg_specs.layer(arg_specs.MODELS["half 8B"], DECODE.num_tokens).values()

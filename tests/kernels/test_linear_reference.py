@@ -2,16 +2,19 @@
 
 import dataclasses
 import itertools
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.kernels.linear import arg_specs, choose, choose_for, linear
+from jaxinfer.kernels.linear import arg_specs, choose, choose_for, linear, tuning
 from jaxinfer.kernels.linear.arg_specs import Spec
 from jaxinfer.kernels.linear.reference import MANY_ROWS
 from jaxinfer.kernels.linear.tuning import (
+    FEWEST_OF_MANY_ROWS,
     PRODUCER_REGISTERS,
     ManyRowsParams,
     Params,
@@ -92,34 +95,58 @@ def test_chooses_the_kernel_where_it_is_known_to_win() -> None:
         (17, jnp.bfloat16, "mosaic_gpu", "reference"),
         (4096, jnp.bfloat16, "mosaic_gpu", "reference"),
     ):
-        assert choose_for(implementation, shape((rows, 1024), dtype), weight) == expected
+        assert choose_for(implementation, shape((rows, 1024), dtype), weight, has_norm=True) == expected
     assert choose_for("mosaic_gpu", shape((16, 1000), jnp.bfloat16), shape((1000, 24), jnp.bfloat16)) == "reference"
 
 
 def test_parameters_fit_their_products() -> None:
-    tuned = 0
-    for spec in arg_specs.BENCHMARKS.values():
-        product = spec.product
-        default_params(product).check(product)
-        params = tuned_params(product)
+    """Those of every entry, at every number of rows, with a norm before and without."""
+    products = {dataclasses.replace(spec.product, rows=0, has_norm=False) for spec in arg_specs.BENCHMARKS.values()}
+    tuned = set()
+    for product, rows, has_norm in itertools.product(products, range(1, 513), (False, True)):
+        params = tuned_params(dataclasses.replace(product, rows=rows, has_norm=has_norm))
         if params is not None:
+            product = dataclasses.replace(product, rows=rows, has_norm=has_norm)
             params.check(product)
-            tuned += 1
-    assert tuned
-    assert tuned_params(Product(16, 1024, 1, 4096), device_kind="some other card") is None
+            tuned.add(product.name)
+    entries = json.loads((pathlib.Path(tuning.__file__).parent / "tuned" / "nvidia_h200.json").read_text())
+    assert set(entries) <= tuned
+    assert tuned_params(Product(16, 2048, 1, 1024), device_kind="some other card") is None
+
+
+@pytest.mark.parametrize("name", arg_specs.BENCHMARKS)
+def test_default_parameters_fit(name: str) -> None:
+    product = arg_specs.BENCHMARKS[name].product
+    params = default_params(product)
+    params.check(product)
+    if product.rows >= FEWEST_OF_MANY_ROWS:  # one wave
+        cluster = params.splits * product.segments
+        assert product.columns // params.block_n * cluster <= (132 if cluster <= 2 else 104)
+
+
+def test_a_norm_is_apart_where_only_the_product_was_measured() -> None:
+    product = Product(16, 2048, 1, 1024)
+    alone, normed = tuned_params(product), tuned_params(dataclasses.replace(product, has_norm=True))
+    assert isinstance(alone, Params)
+    assert normed == dataclasses.replace(alone, norm_apart=True)
+    assert tuned_params(dataclasses.replace(product, has_norm=True), head_dim=128) is None
+    of_norm = tuned_params(Product(16, 1024, 1, 4096, has_norm=True))
+    assert of_norm is not None
+    assert not of_norm.norm_apart
+    assert tuned_params(Product(16, 1024, 1, 4096)) is None
 
 
 def test_parameters_serve_down_to_half_of_the_rows_they_were_measured_at() -> None:
-    def found(size: int, columns: int) -> dict[int, tuple[int, bool]]:
+    def found(size: int, columns: int, *, has_norm: bool = False) -> dict[int, tuple[int, bool]]:
         """By number of rows, stages and whether the kernel is that for many rows."""
-        every = {rows: tuned_params(Product(rows, size, 1, columns)) for rows in range(8, 513, 8)}
+        every = {rows: tuned_params(Product(rows, size, 1, columns, has_norm)) for rows in range(8, 513, 8)}
         return {rows: (p.num_stages, isinstance(p, ManyRowsParams)) for rows, p in every.items() if p is not None}
 
     at_128 = dict.fromkeys((80, 96, 112, 128), (7, False))
     assert found(6144, 4096) == at_128  # measured at 128
     at_16_or_64 = dict.fromkeys((16, 48, 64), (8, False))
     # Measured at 16, 64, and for many rows at 128, 192 and 256: in multiples of 128, 64 and 128.
-    assert found(1024, 4096) == at_16_or_64 | {128: (9, True), 192: (7, True), 256: (5, True)}
+    assert found(1024, 4096, has_norm=True) == at_16_or_64 | {128: (9, True), 192: (7, True), 256: (5, True)}
 
 
 def test_no_consumer_asks_for_registers_that_were_not_launched() -> None:
@@ -131,9 +158,11 @@ def test_no_consumer_asks_for_registers_that_were_not_launched() -> None:
             continue
         params, asked = ManyRowsParams(consumer_rows=consumer_rows), asked + 1
         registers = params.consumer_registers(rows)
-        launched = 512 // (consumers + 1) // 8 * 8
-        assert registers % 8 == 0
+        launched = params.launched_registers(rows)
+        assert launched * (consumers + 1) <= 512
+        assert registers % 8 == launched % 8 == 0
         assert registers * consumers + PRODUCER_REGISTERS <= launched * (consumers + 1)
+        assert PRODUCER_REGISTERS < launched <= registers or consumers == 1
     assert asked == 6
 
 
