@@ -80,14 +80,16 @@ class Bench:
         def once(x: jax.Array, weight: jax.Array, options: dict) -> jax.Array:
             return multiply(x, weight, activation=self.spec.activation, **options)
 
-        def run(inputs: list, out: jax.Array) -> tuple[jax.Array, jax.Array]:
-            def chain(_, out):
+        def run(inputs: list, out: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+            def chain(_, outs):
+                out, outs = outs[-1], []
                 for x, weight, options in inputs:
                     x, out = jax.lax.optimization_barrier((x, out))  # nothing may leave the loop
                     out = once(x, weight, options | ({"residual": out} if self.spec.has_residual else {}))
-                return out
+                    outs.append(out)  # all are results, or XLA would leave them out
+                return outs
 
-            return jax.lax.fori_loop(0, self.loops, chain, out), once(*inputs[0])
+            return jax.lax.fori_loop(0, self.loops, chain, [out] * self.copies), once(*inputs[0])
 
         one = jax.eval_shape(lambda: flat_inputs(self.spec, 0))
         return jax.jit(run).lower([one] * self.copies, self.out_type).compile()
