@@ -38,7 +38,7 @@ def lines(model: nnx.Module, mesh: Mesh) -> list[Line]:
     variables = nnx.to_flat_state(nnx.state(model))
     for (path, variable), leaf in zip(variables, abstract_parameters(model, mesh), strict=True):
         assert isinstance(leaf.sharding, NamedSharding)
-        name = ".".join("*" if isinstance(part, int) else part for part in path)
+        name = ".".join("*" if isinstance(part, int) else str(part) for part in path)
         known = found.get(name)
         count, num_bytes = (known.count, known.num_bytes) if known else (0, 0)
         axes = ", ".join(

@@ -11,8 +11,6 @@ from jax.sharding import Mesh
 
 from jaxinfer.sharding.rules import sharding_of
 
-type Path = tuple[str | int, ...]
-
 
 def abstract_parameters(model: nnx.Module, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
     """A model's parameters in leaf order, with the shardings that their logical axes mean on a mesh.
@@ -23,7 +21,7 @@ def abstract_parameters(model: nnx.Module, mesh: Mesh) -> list[jax.ShapeDtypeStr
     return [_placed(path, variable, mesh) for path, variable in nnx.to_flat_state(nnx.state(model))]
 
 
-def _placed(path: Path, variable: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+def _placed(path: Sequence[Any], variable: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
     leaf, name = variable.get_value(), ".".join(map(str, path))
     sharding = sharding_of(name, leaf.shape, logical_axes(variable), mesh)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -157,7 +157,7 @@ def multiply(
         def normalise_resident():
             """Replace this CTA's share of x by its norm; each CTA adds up the squares of its own share."""
             layout = x_layout().reduce(1)
-            mine = square_smem if in_shared else at_split(None, square_ref, split)
+            mine: Any = square_smem if in_shared else at_split(None, square_ref, split)
             plgpu.barrier_wait(x_ready)
             mine[...] = sum_of_squares(x_smem)
             meet(2)
@@ -206,7 +206,7 @@ def multiply(
                 lax.fori_loop(0, num_tiles, step, None)
                 return tuple(accumulator[...] for accumulator in accumulators)
 
-            products = pl.run_scoped(accumulate, *[plgpu.ACC((block_n, num_rows), jnp.float32)] * segments)
+            products = pl.run_scoped(accumulate, *[plgpu.ACC((block_n, num_rows), jnp.float32)] * segments)  # pyright: ignore[reportPrivateImportUsage]
 
             def read(segment, columns, layout):
                 parts = [
@@ -220,7 +220,7 @@ def multiply(
                 return functools.reduce(lambda a, b: a + b, parts)
 
             for s, product in enumerate(products):
-                mine = part_smem if in_shared else at_split(None, part_ref, split)
+                mine: Any = part_smem if in_shared else at_split(None, part_ref, split)
                 mine.at[s, :, pl.ds(0, block_n)].transpose((1, 0))[...] = plgpu.layout_cast(product, single_registers())
             meet(0)
             write(read)

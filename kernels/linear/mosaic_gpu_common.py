@@ -22,8 +22,9 @@ UNROLL = 8
 
 def swizzled_smem(shape: tuple[int, ...], dtype: Any, *, atom: int = ATOM) -> pl.MemoryRef:
     """Shared memory in the layout of wgmma operands, in tiles of `atom` columns."""
-    tiling = plgpu.TilingTransform((TILE_ROWS, atom))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(2 * atom)))
+    tiling = plgpu.TilingTransform((TILE_ROWS, atom))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(2 * atom)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def _tiled(tiling: tuple, warp_dims: tuple, lane_dims: tuple) -> Any:

@@ -198,7 +198,7 @@ def _multiply(my_rows: Any, ring: Any, ready: Any, free: Any, cut: Cut) -> jax.A
         lax.fori_loop(0, cut.num_tiles, step, None)
         return accumulator[...]
 
-    return pl.run_scoped(accumulate, plgpu.ACC((cut.params.consumer_rows, cut.params.block_n), jnp.float32))
+    return pl.run_scoped(accumulate, plgpu.ACC((cut.params.consumer_rows, cut.params.block_n), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def run(operands: list[jax.Array], product: Product, fusions: Fusions, params: ManyRowsParams) -> jax.Array:

@@ -60,12 +60,12 @@ class Inputs(NamedTuple):
 
 
 def decode(rows: int, length: int, **changes) -> Spec:
-    heads = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
+    heads: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
     return Spec((1,) * rows, (length,) * rows, **(heads | changes))
 
 
 def prefill(rows: int, new: int, cached: int = 0, **changes) -> Spec:
-    heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    heads: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     return Spec((new,) * rows, (new + cached,) * rows, **(heads | changes))
 
 

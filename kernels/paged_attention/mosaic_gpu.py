@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import pathlib
+from typing import Any
 
 import jax
 
@@ -176,8 +177,8 @@ def paged_attention(
         check_supported(q, k_cache, scale=scale, k_scale=k_scale, v_scale=v_scale, is_decode=step_plan.prefill is None)
     if step_plan.decode.window != window:
         raise ValueError(f"a plan for window {step_plan.decode.window} in a layer of window {window}")
-    options = {"scale": scale, "softcap": softcap, "sinks": sinks}
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
     out = decode_attention(q, k_cache, v_cache, block_tables, step_plan.decode, **options, **scales)
     if step_plan.prefill is None:
         return out

@@ -36,7 +36,7 @@ def swizzle_transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
     """What `swizzled_smem` does to rows of so many elements."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * itemsize * 8)
-    return plgpu.TilingTransform((TILE_ROWS, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+    return plgpu.TilingTransform((TILE_ROWS, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 
 
 def _copy_width(columns: int, itemsize: int) -> int:
@@ -132,7 +132,7 @@ def signal_counter(counter_ref: Any) -> None:
         mgpu_utils.warpgroup_barrier()
         mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(counter)).signal(1, memory_scope="gpu")
 
-    arrive(counter_ref)
+    arrive(counter_ref)  # pyright: ignore[reportCallIssue]
 
 
 def await_counter(counter_ref: Any, value: jax.Array) -> None:
@@ -143,4 +143,4 @@ def await_counter(counter_ref: Any, value: jax.Array) -> None:
         semaphore = mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(counter))
         semaphore.wait(value.registers.item(), memory_scope="gpu")
 
-    wait(counter_ref, value)
+    wait(counter_ref, value)  # pyright: ignore[reportCallIssue]

@@ -27,6 +27,7 @@ The bound is device memory: 2 * tokens * kv_heads * head_dim * itemsize bytes ov
 """
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -184,7 +185,7 @@ def decode_kernel(
             padding = num_tokens_ref[0] + cta  # this CTA's first token past the batch
             k_scale, v_scale = (ref[0] for ref in scale_refs) if scale_refs is not None else (1.0, None)
 
-            def full(value, shape, layout=plgpu.Layout.WGMMA):
+            def full(value, shape, layout: Any = plgpu.Layout.WGMMA):
                 return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
             def per_head(x, shape):
@@ -239,7 +240,7 @@ def decode_kernel(
                         widen(v_smem, slot, v_tile, v_ready, v_free)
                     return s_ref[...]
 
-                s = pl.run_scoped(scores, plgpu.ACC(scores_shape, jnp.float32))
+                s = pl.run_scoped(scores, plgpu.ACC(scores_shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
                 if not is_quantised:
                     plgpu.barrier_arrive(k_free.at[slot])
                 if softcap is None:
@@ -275,7 +276,7 @@ def decode_kernel(
                         pl.when(i + 1 < piece.count)(lambda: widen_keys(piece.step + i + 1, ahead=True))
                     return tuple(acc_ref[...] for acc_ref in acc_refs)
 
-                accumulators = [plgpu.ACC((count, padded_group), jnp.float32) for _, count in blocks]
+                accumulators = [plgpu.ACC((count, padded_group), jnp.float32) for _, count in blocks]  # pyright: ignore[reportPrivateImportUsage]
                 pv = pl.run_scoped(weighted_values, *accumulators)
                 if not is_quantised:
                     plgpu.barrier_arrive(v_free.at[slot])

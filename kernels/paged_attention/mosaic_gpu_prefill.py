@@ -159,9 +159,9 @@ def prefill_attention(
         ),
     )
     if out is None:
-        out = kernel(out_type=jax.ShapeDtypeStruct(q.shape, out_dtype))(*operands)
+        result = kernel(out_type=jax.ShapeDtypeStruct(q.shape, out_dtype))(*operands)
     else:
         out_ref = jax.new_ref(pad_rows(out, multiple=TILE_ROWS, minimum=ROWS))
         kernel(out_type=())(*operands, out_ref)
-        out = jax.freeze(out_ref)
-    return out[:num_tokens]
+        result = jax.freeze(out_ref)
+    return result[:num_tokens]

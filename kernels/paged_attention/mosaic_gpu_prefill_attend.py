@@ -131,7 +131,7 @@ class Consumer:
             plgpu.barrier_arrive(memory.v_free.at[last_slot])
             return p, m, total, o
 
-        carry = pl.run_scoped(first_step, plgpu.ACC((ROWS, block_kv), jnp.float32))
+        carry = pl.run_scoped(first_step, plgpu.ACC((ROWS, block_kv), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
         if params.q_buffers > 1:
             pl.when(i > 0)(lambda: self._release(i - 1))
         q, end = products.queries(), item.end_step

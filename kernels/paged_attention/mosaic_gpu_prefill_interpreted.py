@@ -56,4 +56,4 @@ def _product(a: Any, b: Any, shape: Any) -> jax.Array:
         plgpu.wgmma(ref, a, b)
         return ref[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]

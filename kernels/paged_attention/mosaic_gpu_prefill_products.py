@@ -206,6 +206,7 @@ def _times_rows_if_needed(o: Any, alpha: Any) -> Any:
     scaled = scf.IfOp(
         arith.cmpi(arith.CmpIPredicate.ne, any_row, mgpu_utils.c(0, i32)), [x.type for x in old], has_else=True
     )
+    assert scaled.else_block is not None
     for block, registers in ((scaled.then_block, None), (scaled.else_block, old)):
         with ir.InsertionPoint(block):
             scf.yield_(registers or list(_times_rows(o, alpha).registers.flat))
