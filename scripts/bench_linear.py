@@ -31,7 +31,6 @@ from bench_kernels import reading_roof
 from jaxinfer.kernels.linear import arg_specs, mosaic_gpu, reference
 from jaxinfer.kernels.linear.arg_specs import Spec
 from jaxinfer.kernels.linear.tuning import (
-    MAX_SMEM,
     SPLITS,
     ManyRowsParams,
     Params,
@@ -137,11 +136,10 @@ def many_rows(product: Product) -> list[ManyRowsParams]:
     """One wave of at least 48 CTAs with all of an SM's memory."""
     found = []
     for block_n, splits, consumer_rows in itertools.product((64, 96, 128, 192, 256), SPLITS, (64, 128)):
-        stages = MAX_SMEM // (64 * (product.rows + block_n) * 2)
         parts = splits * product.segments
         if product.rows < 64 or not 48 <= product.columns // block_n * parts <= wave(parts):
             continue
-        candidate = ManyRowsParams(block_n, splits, num_stages=stages, consumer_rows=consumer_rows)
+        candidate = ManyRowsParams.filling(block_n, splits, consumer_rows, rows=product.rows)
         with contextlib.suppress(NotImplementedError):
             candidate.check(product)
             found.append(candidate)

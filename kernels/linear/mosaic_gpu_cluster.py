@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxinfer.kernels.linear.mosaic_gpu_common import (
     Fusions,
     finish,
-    load_biases,
+    load_added,
     normalise,
     out_layout,
     repeat,
@@ -264,10 +264,7 @@ def _kernel(
 
     def finish_block(rows, column, _):
         columns = pl.ds(column, block_n)
-        residual = None
-        if residual_ref is not None:
-            residual = plgpu.load(residual_ref.at[rows, columns], layout=layout, optimized=False)
-        biases = [] if bias_ref is None else load_biases(bias_ref.at[:, columns], layout, owned)
+        biases, residual = load_added(bias_ref, residual_ref, rows, columns, layout)
 
         def write(read):
             sums = [read(s, pl.ds(0, block_n), layout) for s in range(segments)]

@@ -137,14 +137,24 @@ def normalise(tile: Any, norm_weight: Any, scales: jax.Array) -> None:
     tile[...] = x.astype(tile.dtype)
 
 
-def load_biases(bias_ref: Any, layout: Any, rows: int) -> list[jax.Array]:
-    """Every segment's bias, from [segments, columns] in device memory, for `rows` rows in the layout of sums."""
-    segments, columns = bias_ref.shape
-    biases = []
-    for s in range(segments):
-        values = plgpu.load(bias_ref.at[s], layout=layout.reduce(0), optimized=False)
-        biases.append(spread(values.astype(jnp.float32), (rows, columns), 1, layout))
-    return biases
+def load_added(
+    bias_ref: Any, residual_ref: Any, rows: Any, columns: Any, layout: Any
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """What `finish` adds to some rows and columns, in the layout of their sums: every segment's bias, and the residual.
+
+    Args:
+      bias_ref: [segments, F] in device memory, or None.
+      residual_ref: [T, F] in device memory, or None.
+      rows, columns: slices of T and F.
+    """
+    biases, residual = [], None
+    if residual_ref is not None:
+        residual = plgpu.load(residual_ref.at[rows, columns], layout=layout, optimized=False)
+    if bias_ref is not None:
+        for s in range(bias_ref.shape[0]):
+            values = plgpu.load(bias_ref.at[s, columns], layout=layout.reduce(0), optimized=False)
+            biases.append(spread(values.astype(jnp.float32), (rows.size, columns.size), 1, layout))
+    return biases, residual
 
 
 def finish(

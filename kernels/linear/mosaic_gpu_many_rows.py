@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxinfer.kernels.linear.mosaic_gpu_common import Fusions, finish, load_biases, out_layout, repeat, swizzled_smem
+from jaxinfer.kernels.linear.mosaic_gpu_common import Fusions, finish, load_added, out_layout, repeat, swizzled_smem
 from jaxinfer.kernels.linear.tuning import PADDING, PRODUCER_REGISTERS, ManyRowsParams, Product
 
 
@@ -138,10 +138,7 @@ def _kernel(
             meet(1)
 
         def write_rows(rows, sums, layout):
-            biases = [] if bias_ref is None else load_biases(bias_ref.at[:, cut.columns], layout, sums[0].shape[0])
-            residual = None
-            if residual_ref is not None:
-                residual = plgpu.load(residual_ref.at[rows, cut.columns], layout=layout, optimized=False)
+            biases, residual = load_added(bias_ref, residual_ref, rows, cut.columns, layout)
             out_ref.at[rows, cut.columns][...] = finish(sums, biases, residual, fusions, out_ref.dtype)
 
         @pl.when(wg == cut.consumers)

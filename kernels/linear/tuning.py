@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import pathlib
-from typing import ClassVar
+from typing import Any, ClassVar
 
 ATOM = 64  # columns of a swizzled tile, and wgmma's M
 ROWS = 16  # rows of x come in multiples of this
@@ -46,30 +46,27 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True)
-class Params:
-    """Tuning of the kernel for few rows.
+class Tuning:
+    """How a product is cut.
 
-    block_n: output columns a cluster, a multiple of 64. splits: CTAs of a cluster, which share K. block_k: rows of a
-    weight tile, a multiple of 64. num_stages: tiles in flight a CTA.
-    resident: the CTAs of a cluster keep their share of x in shared memory and work out its norm together.
-    norm_apart: a norm before the product is a kernel of its own, not done by every CTA.
-    overlap: launch while the kernel before still runs, and fetch the weight meanwhile, which must then be an argument
-    of the program, not something that it computes. The interpreter does not know it.
+    block_n: output columns of a CTA. splits: CTAs of a cluster that share K. block_k: rows of a weight tile, a multiple
+    of 64. num_stages: tiles in flight a CTA.
     exchange: a cluster's partial sums go through "shared" memory, or "device" memory, which the interpreter can follow.
     """
+
+    multiple_n: ClassVar[int] = ATOM
 
     block_n: int = 64
     splits: int = 4
     block_k: int = 64
     num_stages: int = 4
-    resident: bool = False
-    norm_apart: bool = False
-    overlap: bool = False
-    exchange: str = "shared"
+    exchange: str = dataclasses.field(default="shared", kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.block_n % ATOM or self.block_k % ATOM or self.block_n <= 0 or self.block_k <= 0:
-            raise ValueError(f"block_n {self.block_n} and block_k {self.block_k} must be multiples of {ATOM}")
+        for name, multiple in (("block_n", self.multiple_n), ("block_k", ATOM)):
+            value = getattr(self, name)
+            if value % multiple or value <= 0:
+                raise ValueError(f"{name} must be a multiple of {multiple}, got {value}")
         if self.splits not in SPLITS:
             raise ValueError(f"splits must be one of {SPLITS}, got {self.splits}")
         if self.num_stages < 2:
@@ -79,6 +76,32 @@ class Params:
 
     def smem_bytes(self, product: Product) -> int:
         """Shared memory of a CTA, barriers apart: the ring, and partial sums over it."""
+        raise NotImplementedError
+
+    def check(self, product: Product) -> None:
+        """Raise NotImplementedError, with the values, for a product that these parameters cannot do."""
+        if product.columns % self.block_n or product.size % (self.splits * self.block_k):
+            raise NotImplementedError(f"{product} cannot be cut by {self}")
+        needed = self.smem_bytes(product)
+        if needed > MAX_SMEM:
+            raise NotImplementedError(f"{product} needs {needed} bytes of shared memory with {self}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Params(Tuning):
+    """Of the kernel for few rows; a CTA has `block_n` columns of every segment.
+
+    resident: the CTAs of a cluster keep their share of x in shared memory and work out its norm together.
+    norm_apart: a norm before the product is a kernel of its own, not done by every CTA.
+    overlap: launch while the kernel before still runs, and fetch the weight meanwhile, which must then be an argument
+    of the program, not something that it computes. The interpreter does not know it.
+    """
+
+    resident: bool = False
+    norm_apart: bool = False
+    overlap: bool = False
+
+    def smem_bytes(self, product: Product) -> int:
         num_tiles, depth = product.size // self.splits // self.block_k, product.size // self.splits
         has_norm = product.has_norm and not self.norm_apart
         is_resident = self.resident and has_norm
@@ -88,49 +111,38 @@ class Params:
         return max(min(self.num_stages, num_tiles) * stage + x, sums) + 2 * depth * has_norm
 
     def check(self, product: Product) -> None:
-        """Raise NotImplementedError, with the values, for a product that these parameters cannot do."""
         if product.rows % ROWS or not 0 < product.rows <= MAX_ROWS:
             raise NotImplementedError(f"{product.rows} rows are no multiple of {ROWS} up to {MAX_ROWS}")
-        if product.columns % self.block_n or product.size % (self.splits * self.block_k):
-            raise NotImplementedError(f"{product} cannot be cut by {self}")
         if product.segments * self.block_n // ATOM * product.rows // 2 > MAX_ACCUMULATORS:
             raise NotImplementedError(f"{product} needs too many registers with {self}")
-        needed = self.smem_bytes(product)
-        if needed > MAX_SMEM:
-            raise NotImplementedError(f"{product} needs {needed} bytes of shared memory with {self}")
+        super().check(product)
 
 
 @dataclasses.dataclass(frozen=True)
-class ManyRowsParams:
-    """Tuning of the kernel for 64 to 256 rows.
+class ManyRowsParams(Tuning):
+    """Of the kernel for 64 to 256 rows; a CTA has `block_n` columns, up to 256, of one segment.
 
-    block_n: output columns of a CTA, a multiple of 32 up to 256. splits: CTAs that share K. block_k: a multiple of 64.
-    num_stages: tiles in flight a CTA. consumer_rows: 64 or 128 rows of x a warpgroup.
-    exchange, norm_apart: as in `Params`.
+    consumer_rows: 64 or 128 rows of x a warpgroup.
     """
 
+    multiple_n: ClassVar[int] = ATOM // 2
     norm_apart: ClassVar[bool] = True
 
     block_n: int = 128
-    splits: int = 4
-    block_k: int = 64
-    num_stages: int = 4
     consumer_rows: int = 64
-    exchange: str = "shared"
 
     def __post_init__(self) -> None:
-        if self.block_n % (ATOM // 2) or not 0 < self.block_n <= 256:
-            raise ValueError(f"block_n must be a multiple of {ATOM // 2} up to 256, got {self.block_n}")
-        if self.block_k % ATOM or self.block_k <= 0:
-            raise ValueError(f"block_k must be a multiple of {ATOM}, got {self.block_k}")
-        if self.splits not in SPLITS:
-            raise ValueError(f"splits must be one of {SPLITS}, got {self.splits}")
-        if self.num_stages < 2:
-            raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
+        super().__post_init__()
+        if self.block_n > 256:
+            raise ValueError(f"block_n must be at most 256, got {self.block_n}")
         if self.consumer_rows not in (64, 128):
             raise ValueError(f"consumer_rows must be 64 or 128, got {self.consumer_rows}")
-        if self.exchange not in ("shared", "device"):
-            raise ValueError(f"exchange must be shared or device, got {self.exchange!r}")
+
+    @classmethod
+    def filling(cls, block_n: int, splits: int, consumer_rows: int, *, rows: int) -> ManyRowsParams:
+        """With as many tiles in flight as fit."""
+        stages = MAX_SMEM // (cls.block_k * (block_n + rows) * 2)
+        return cls(block_n, splits, num_stages=stages, consumer_rows=consumer_rows)
 
     @property
     def atom(self) -> int:
@@ -153,24 +165,25 @@ class ManyRowsParams:
         return self.consumer_rows // ATOM * self.block_n // 2
 
     def smem_bytes(self, product: Product) -> int:
-        """Shared memory of a CTA, barriers apart: the ring, and partial sums over it."""
         stages = min(self.num_stages, product.size // self.splits // self.block_k)
         ring = stages * self.block_k * (product.rows + self.block_n) * 2
         return max(ring, product.rows * (self.block_n + PADDING) * 4 * (self.splits * product.segments > 1))
 
     def check(self, product: Product) -> None:
-        """Raise NotImplementedError, with the values, for a product that these parameters cannot do."""
         if product.rows % self.consumer_rows or not 0 < product.rows <= MAX_ROWS:
             raise NotImplementedError(f"{product.rows} rows are no multiple of {self.consumer_rows} up to {MAX_ROWS}")
-        if product.columns % self.block_n or product.size % (self.splits * self.block_k):
-            raise NotImplementedError(f"{product} cannot be cut by {self}")
         if self.splits * product.segments > MAX_CLUSTER:
             raise NotImplementedError(f"{product} needs clusters of more than {MAX_CLUSTER} CTAs with {self}")
         is_too_wide = self.block_n // 2 + OTHER_REGISTERS > self.launched_registers(product.rows)  # for one wgmma
         if is_too_wide or self.accumulators + OTHER_REGISTERS > self.consumer_registers(product.rows):
             raise NotImplementedError(f"{product} needs too many registers with {self}")
-        if self.smem_bytes(product) > MAX_SMEM:
-            raise NotImplementedError(f"{product} needs {self.smem_bytes(product)} bytes of shared memory with {self}")
+        super().check(product)
+
+
+@functools.cache
+def _tuned(device_kind: str) -> dict[str, dict[str, dict[str, Any]]]:
+    path = pathlib.Path(__file__).parent / "tuned" / f"{device_kind.lower().replace(' ', '_')}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 @functools.cache
@@ -185,11 +198,8 @@ def tuned_params(
     for (`head_dim`), ` in heads of <head_dim>` follows the name. Parameters with `consumer_rows` are for the kernel for
     many rows.
     """
-    path = pathlib.Path(__file__).parent / "tuned" / f"{device_kind.lower().replace(' ', '_')}.json"
-    if not path.exists():
-        return None
     name = product.name + ("" if head_dim is None else f" in heads of {head_dim}")
-    tuned = json.loads(path.read_text()).get(name, {})
+    tuned = _tuned(device_kind).get(name, {})
     for rows, fields in sorted(tuned.items(), key=lambda item: int(item[0])):
         multiple = fields.get("consumer_rows", ROWS)
         if product.rows <= int(rows) < 2 * product.rows and product.rows % multiple == 0:
@@ -216,9 +226,8 @@ def default_params(product: Product) -> Params | ManyRowsParams:
     candidates: list[tuple[float, int, Params | ManyRowsParams]] = []
     for block_n, splits in itertools.product((3 * ATOM, 2 * ATOM, ATOM), SPLITS):
         if has_many_rows:
-            stages = MAX_SMEM // (ATOM * (block_n + product.rows) * 2)
             consumer_rows = ATOM if product.rows <= 3 * ATOM else 2 * ATOM
-            params = ManyRowsParams(block_n, splits, num_stages=stages, consumer_rows=consumer_rows)
+            params = ManyRowsParams.filling(block_n, splits, consumer_rows, rows=product.rows)
             parts = splits * product.segments
         else:
             stage = ATOM * (product.segments * block_n + product.rows) * 2

@@ -180,6 +180,7 @@ def test_says_what_cannot_be_cut() -> None:
         {"block_n": 288},
         {"block_k": 0},
         {"splits": 3},
+        {"num_stages": 1},
         {"consumer_rows": 32},
         {"exchange": ""},
     ):
