@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxinfer.sharding.transport import Connection, Message, Relay, dial, listen, split_address
+from jaxinfer.sharding.transport import Connection, Message, Relay, dial, listen, reserve, split_address
 
 START_SECONDS = 300
 """In which all processes have to come; containers may start one after the other."""
@@ -233,24 +233,26 @@ def connect_processes(
         return None
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     deadline = time.monotonic() + timeout
-    if place.index == 0:
-        peers, hosts, port = gather(place, deadline)
-    else:
-        peers, hosts, port = join(place, deadline)
-        port = Relay(place.host, port).port
-    _current = Processes(place.index, place.count, peers, hosts)
-    try:
-        jax.distributed.initialize(
-            f"127.0.0.1:{port}",
-            place.count,
-            place.index,
-            local_device_ids=place.local_device_ids,
-            cluster_detection_method="deactivate",
-            initialization_timeout=max(1, int(deadline - time.monotonic())),
-        )
-    except Exception as error:
-        _current.fail(error)
-        raise
+    with contextlib.ExitStack() as reserved:
+        if place.index == 0:
+            port = reserved.enter_context(reserve()).getsockname()[1]
+            peers, hosts = gather(place, deadline, port)
+        else:
+            peers, hosts, port = join(place, deadline)
+            port = Relay(place.host, port).port
+        _current = Processes(place.index, place.count, peers, hosts)
+        try:
+            jax.distributed.initialize(
+                f"127.0.0.1:{port}",
+                place.count,
+                place.index,
+                local_device_ids=place.local_device_ids,
+                cluster_detection_method="deactivate",
+                initialization_timeout=max(1, int(deadline - time.monotonic())),
+            )
+        except Exception as error:
+            _current.fail(error)
+            raise
     atexit.register(_current.leave)
     return _current
 
@@ -294,8 +296,8 @@ def _ask_cluster(timeout: float) -> Place:
     return Place(host, port, count, index, None if local_device_ids is None else list(local_device_ids))
 
 
-def gather(place: Place, deadline: float) -> tuple[dict[int, Connection], dict[int, str], int]:
-    """Process 0 waits for the others: (lines, hosts, port of jax's coordination service).
+def gather(place: Place, deadline: float, service_port: int) -> tuple[dict[int, Connection], dict[int, str]]:
+    """Process 0 waits for the others, and tells them the port of jax's coordination service: (lines, hosts).
 
     Raises:
       ValueError: another process has other arguments. All that have come are told.
@@ -326,11 +328,9 @@ def gather(place: Place, deadline: float) -> tuple[dict[int, Connection], dict[i
                 raise ValueError(refusal)
             peers[hello["index"]], hosts[hello["index"]] = connection, hello["host"]
         to_close.pop_all()
-    with listen(0) as free:
-        port = free.getsockname()[1]
     for connection in peers.values():
-        connection.send({"op": "welcome", "port": port, "host": hosts[0]})
-    return dict(sorted(peers.items())), hosts, port
+        connection.send({"op": "welcome", "port": service_port, "host": hosts[0]})
+    return dict(sorted(peers.items())), hosts
 
 
 def _refusal(hello: Message, place: Place, peers: Mapping[int, Connection]) -> str | None:

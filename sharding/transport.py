@@ -132,6 +132,21 @@ def listen(port: int, host: str = "") -> socket.socket:
         raise ValueError(f"cannot listen at port {port}: {error.strerror}") from None
 
 
+def reserve() -> socket.socket:
+    """A port that this host gives to nobody else, neither to listen at nor to connect from, while the socket is open.
+
+    A server that sets SO_REUSEPORT, as gRPC's do, can listen there. (A port that was only found to be free may be
+    another program's a moment later.)
+    """
+    is_dual = socket.has_dualstack_ipv6()
+    reserved = socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET)
+    if is_dual:
+        reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind(("", 0))
+    return reserved
+
+
 def dial(host: str, port: int, deadline: float) -> socket.socket:
     """A connection, tried again until `time.monotonic()` reaches the deadline.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -44,7 +45,7 @@ from jaxinfer.loaders import open_checkpoint
 from jaxinfer.models import parse_config
 from jaxinfer.sharding import mesh as meshes
 from jaxinfer.sharding.processes import Place, Processes, find_place, gather, join
-from jaxinfer.sharding.transport import Connection, Relay, dial, listen, split_address
+from jaxinfer.sharding.transport import Connection, Relay, dial, listen, reserve, split_address
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 8, "compile_cache": None}
@@ -55,8 +56,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """Below those that systems give to whoever asks for any, so that it stays free until a process listens there."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def run(commands: list[list[str]], *, num_devices: int = 1) -> list[tuple[int, str, str]]:
@@ -490,7 +494,7 @@ def meet(
     def enter(key: int, index: int, count: int) -> None:
         place, deadline = Place("127.0.0.1", port, count, index), time.monotonic() + seconds
         try:
-            peers, results[key], _ = gather(place, deadline) if index == 0 else join(place, deadline)
+            peers, results[key], *_ = gather(place, deadline, 1) if index == 0 else join(place, deadline)
         except (ValueError, ConnectionError) as error:
             results[key] = error
             return
@@ -542,7 +546,7 @@ def test_a_process_that_does_not_come():
     assert isinstance(alone, ConnectionError)
     assert f"process 0 did not answer at 127.0.0.1:{port} within 0 seconds" in str(alone)
     with listen(port), pytest.raises(ValueError, match=f"cannot listen at port {port}: Address already in use"):
-        gather(Place("127.0.0.1", port, 2, 0), time.monotonic() + 1)
+        gather(Place("127.0.0.1", port, 2, 0), time.monotonic() + 1, 1)
 
 
 def test_values_are_exchanged(runs):
@@ -575,6 +579,18 @@ def test_messages_of_every_size(ends):
     assert other.receive() is None
     with pytest.raises(OSError):
         [other.send({"op": "x"}) for _ in range(1000)]
+
+
+def test_a_reserved_port_is_nobody_elses_until_it_is_given_back():
+    """jax's coordination service listens there all the same: `test_two_processes_give_the_tokens_of_one`."""
+    with reserve() as reserved:
+        port = reserved.getsockname()[1]
+        for host in ("", "127.0.0.1"):
+            with pytest.raises(ValueError, match=f"cannot listen at port {port}: Address already in use"):
+                listen(port, host)
+        with socket.socket() as caller, pytest.raises(OSError, match="in use"):
+            caller.bind(("127.0.0.1", port))
+    listen(port).close()
 
 
 @pytest.mark.parametrize("data", [b"\x00", b"\xff" * 8, b"\x00" * 7 + b"\x02{]", b"\x00" * 7 + b"\x0212"])
