@@ -185,7 +185,7 @@ def tune(name: str, spec: Spec, pool: concurrent.futures.Executor) -> dict | Non
     if best is None or best_seconds > 0.97 * xla:
         return None
     fields = dataclasses.asdict(best)
-    return {name: value for name, value in fields.items() if name not in ("overlap", "exchange") and value is not False}
+    return {name: value for name, value in fields.items() if name != "exchange" and value is not False}
 
 
 def tune_all(specs: dict[str, Spec], path: pathlib.Path, pool: concurrent.futures.Executor) -> None:

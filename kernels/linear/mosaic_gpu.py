@@ -4,9 +4,6 @@ The CTAs of a cluster share K and add up through each other's shared memory. In 
 weight columns are wgmma's M and rows of x its N. In `mosaic_gpu_many_rows`, for 64 or more, it is the other way round,
 in larger tiles, and a norm before is a kernel of its own.
 
-`Params.overlap` launches a kernel while the one before it still runs (programmatic dependent launch): weight tiles are
-fetched meanwhile, everything else waits until that kernel has ended.
-
 A row's result depends on no other row, and sums run in a fixed order. The bound is device memory, the weight's
 bytes, and with 256 rows the tensor cores.
 """

@@ -6,7 +6,7 @@ split 0    | CTA (0,0) | CTA (1,0) |              CTA: tiles of [block_k, block_
 split 1    | CTA (0,1) | CTA (1,1) |
            +-----------+-----------+
 
-producer   W, x -> ready[s] ...                   all weight tiles that fit are on their way before x is known
+producer   W, x -> ready[s] ...
 consumer   x = norm(x) in place | y' += W' x'     weight columns are wgmma's M, rows of x its N (' is a transpose)
 exchange   y' -> shared memory, over the ring     every CTA of the cluster then adds up all partial sums, in order
                                                   of the splits, for its share of the rows, and writes them
@@ -78,10 +78,6 @@ def multiply(
     )
     part_smem = plgpu.SMEM((segments, num_rows, block_n + SINGLES_PADDING), jnp.float32)
 
-    def wait_for_previous_kernel():
-        if params.overlap:
-            plgpu.griddepcontrol_wait()
-
     @functools.partial(
         pl.run_scoped,
         memory=plgpu.RefUnion(ring, part_smem) if in_shared else (ring, ()),
@@ -127,18 +123,12 @@ def multiply(
                 plgpu.copy_gmem_to_smem(norm_ref.at[pl.ds(split * share // ATOM, share // ATOM)], norm_smem, norm_ready)
             for i in range(stages):
                 load_w(i, i)
-            # The next kernel may take what room is left once all of this weight is on its way.
-            if params.overlap and num_tiles == stages:
-                plgpu.griddepcontrol_launch_dependents()
-            wait_for_previous_kernel()
             if is_resident:
                 repeat(x_atoms, load_resident)
             else:
                 for i in range(stages):
                     load_x(i, i)
             lax.fori_loop(stages, num_tiles, load, None)
-            if params.overlap and num_tiles > stages:
-                plgpu.griddepcontrol_launch_dependents()
 
         def at_split(shared, in_device, other):
             """What another CTA of the cluster has left."""
@@ -172,7 +162,6 @@ def multiply(
 
         @pl.when(wg == 0)
         def _consumer():
-            wait_for_previous_kernel()
             my_rows = pl.ds(split * owned, owned)
             write = finish(my_rows, column, scratch)
             scales = None

@@ -93,13 +93,10 @@ class Params(Tuning):
 
     resident: the CTAs of a cluster keep their share of x in shared memory and work out its norm together.
     norm_apart: a norm before the product is a kernel of its own, not done by every CTA.
-    overlap: launch while the kernel before still runs, and fetch the weight meanwhile, which must then be an argument
-    of the program, not something that it computes. The interpreter does not know it.
     """
 
     resident: bool = False
     norm_apart: bool = False
-    overlap: bool = False
 
     def smem_bytes(self, product: Product) -> int:
         num_tiles, depth = product.size // self.splits // self.block_k, product.size // self.splits
