@@ -139,10 +139,11 @@ def many_rows(product: Product) -> list[ManyRowsParams]:
         parts = splits * product.segments
         if product.rows < 64 or not 48 <= product.columns // block_n * parts <= wave(parts):
             continue
-        candidate = ManyRowsParams.filling(block_n, splits, consumer_rows, rows=product.rows)
-        with contextlib.suppress(NotImplementedError):
-            candidate.check(product)
-            found.append(candidate)
+        filling = ManyRowsParams.filling(block_n, splits, consumer_rows, rows=product.rows)
+        for candidate in (filling, dataclasses.replace(filling, shares_x=True)):
+            with contextlib.suppress(NotImplementedError):
+                candidate.check(product)
+                found.append(candidate)
     return found
 
 

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.kernels.all_reduce import Channel
-from jaxinfer.kernels.linear import choose_for, linear
-from jaxinfer.layers.stream import ONE_DEVICE, Stream, Sums
+from jaxinfer.kernels.linear import choose_for, choose_prefetch, linear
+from jaxinfer.kernels.prefetch import Prefetch
+from jaxinfer.layers.stream import NOTHING, ONE_DEVICE, Following, Stream, Sums
 
 if TYPE_CHECKING:
     from jaxinfer.layers.norm import RMSNorm
@@ -42,6 +43,7 @@ def multiply(
     bias: nnx.Param | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
+    prefetch: Prefetch | None = None,
 ) -> jax.Array:
     """residual + activation(norm(x) @ weight + bias); see `kernels.linear`.
 
@@ -57,6 +59,7 @@ def multiply(
         bias=None if bias is None else bias[...],
         activation=activation,
         residual=residual,
+        prefetch=prefetch,
         implementation=choose_for(implementation, x, value, activation=activation, has_norm=norm is not None),
     )
 
@@ -68,14 +71,15 @@ def multiply_into(
     *,
     implementation: str,
     sums: Sums,
-    next_norm: jax.Array | None,
+    following: Following,
     channel: Channel | None,
 ) -> Stream:
     """The stream and x @ weight, which is summed over the mesh axis of `sums`; see `Sums.add`."""
     if sums.axis_name is None:
-        return Stream(multiply(x, weight, residual=stream.residual, implementation=implementation))
+        options = {"prefetch": following.prefetch, "implementation": implementation}
+        return Stream(multiply(x, weight, residual=stream.residual, **options))
     part = multiply(x, weight, implementation=implementation)
-    return sums.add(part, stream, next_norm, channel)
+    return sums.add(part, stream, following, channel)
 
 
 class QKVProjection(nnx.Module):
@@ -101,6 +105,10 @@ class QKVProjection(nnx.Module):
         """`norm` is applied to x before."""
         return multiply(x, self.weight, norm=norm, bias=self.bias, implementation=self.implementation)
 
+    def prefetch(self, num_rows: int) -> Prefetch | None:
+        """What may be asked for by the kernel before."""
+        return choose_prefetch(self.implementation, num_rows, self.weight[...])
+
 
 class AttentionOutput(nnx.Module):
     """[T, kv_heads, group, head_dim] -> [T, hidden], added to the residual stream."""
@@ -121,8 +129,12 @@ class AttentionOutput(nnx.Module):
         self.implementation, self.sums = implementation, sums
 
     def __call__(
-        self, x: jax.Array, stream: Stream, *, next_norm: jax.Array | None = None, channel: Channel | None = None
+        self, x: jax.Array, stream: Stream, *, following: Following = NOTHING, channel: Channel | None = None
     ) -> Stream:
         """Adds to the stream; see `multiply_into`."""
         options = {"implementation": self.implementation, "sums": self.sums}
-        return multiply_into(stream, x, self.weight, next_norm=next_norm, channel=channel, **options)
+        return multiply_into(stream, x, self.weight, following=following, channel=channel, **options)
+
+    def prefetch(self, num_rows: int) -> Prefetch | None:
+        """What may be asked for by the kernel before."""
+        return choose_prefetch(self.implementation, num_rows, self.weight[...], num_inputs=3)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from jaxinfer.kernels.kv_update import rope_kv_update
 from jaxinfer.kernels.linear import reference
-from jaxinfer.kernels.linear.tuning import Params, Product, tuned_params
+from jaxinfer.kernels.linear.tuning import Params, Product, prefetch_settings, tuned_params
+from jaxinfer.kernels.prefetch import Prefetch
 
 IMPLEMENTATIONS = ("mosaic_gpu", "reference")
 
@@ -44,14 +45,33 @@ def choose_for(
     """
     if implementation != "mosaic_gpu" or x.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != x.dtype:
         return "reference"
-    product = _product(x, weight, activation, has_norm=has_norm)
+    product = _product(x.shape, weight, activation, has_norm=has_norm)
     return "reference" if tuned_params(product, head_dim=head_dim) is None else implementation
 
 
-def _product(x: jax.Array, weight: jax.Array, activation: str | None, *, has_norm: bool) -> Product:
+def _product(x: tuple[int, ...], weight: jax.Array, activation: str | None, *, has_norm: bool) -> Product:
+    """Of x in this shape."""
     segments = 1 if activation is None else 2
-    size = math.prod(x.shape[1:])
-    return Product(x.shape[0], size, segments, weight.size // size // segments, has_norm)
+    size = math.prod(x[1:])
+    return Product(x[0], size, segments, weight.size // size // segments, has_norm)
+
+
+def choose_prefetch(
+    implementation: str, num_rows: int, weight: jax.Array, *, num_inputs: int = 1, activation: str | None = None
+) -> Prefetch | None:
+    """What a kernel before a product of few rows may ask the L2 cache for; None where that gains nothing.
+
+    Args:
+      implementation: the fastest one of the product that may be used.
+      num_rows: of x.
+      weight: [*inputs, *outputs]; `num_inputs` are inputs.
+      activation: of the product.
+    """
+    settings = prefetch_settings()
+    if implementation != "mosaic_gpu" or num_rows > settings.max_rows:
+        return None
+    params = tuned_params(_product((num_rows, *weight.shape[:num_inputs]), weight, activation, has_norm=True))
+    return Prefetch.of(weight, settings.max_bytes, parts=1 if params is None else params.splits)
 
 
 @partial(jax.jit, static_argnames=("norm_eps", "activation", "implementation"))
@@ -64,6 +84,7 @@ def linear(
     bias: jax.Array | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
+    prefetch: Prefetch | None = None,
     implementation: str = "reference",
 ) -> jax.Array:
     """residual + activation(norm(x) @ weight + bias), accumulated in float32.
@@ -76,6 +97,7 @@ def linear(
       bias: [*outputs].
       activation: None, or "silu": outputs are [2, F], and silu(out[0]) * out[1] is left.
       residual: [T, *outputs], or [T, F] with an activation.
+      prefetch: the weight that is read next, which an implementation may ask the L2 cache for.
       implementation: one of `IMPLEMENTATIONS`.
 
     Returns:
@@ -106,13 +128,14 @@ def linear(
         raise NotImplementedError(f"linear has no implementation {implementation!r}")
     from jaxinfer.kernels.linear import mosaic_gpu
 
-    product = _product(x, weight, activation, has_norm=norm_weight is not None)
+    product = _product(x.shape, weight, activation, has_norm=norm_weight is not None)
     size, segments, columns = product.size, product.segments, product.columns
     out = mosaic_gpu.linear(
         x.reshape(-1, size),
         weight.reshape(size, segments, columns),
         bias=None if bias is None else bias.reshape(segments, columns),
         residual=None if residual is None else residual.reshape(-1, columns),
+        prefetch=prefetch,
         **options,
     )
     return out.reshape(result)
@@ -165,7 +188,7 @@ def qkv_rope_kv_update(
     if is_plain and choose_for(implementation, x, weight, has_norm=True, head_dim=head_dim) == "mosaic_gpu":
         from jaxinfer.kernels.linear import mosaic_gpu_qkv
 
-        params = tuned_params(_product(x, weight, None, has_norm=True), head_dim=head_dim)
+        params = tuned_params(_product(x.shape, weight, None, has_norm=True), head_dim=head_dim)
         assert isinstance(params, Params)
         assert not params.norm_apart
         return mosaic_gpu_qkv.qkv_rope_kv_update(

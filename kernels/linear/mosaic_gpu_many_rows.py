@@ -7,7 +7,7 @@ segment 0, split 1    | CTA (0,0,1)  | CTA (1,0,1)  |          of K, through a r
 segment 1, split 0    | CTA (0,1,0)  | CTA (1,1,0)  |
    ...
 
-producer   x, W -> ready[s] ...
+producer   x, W -> ready[s] ...      x of gate and of up may be one: then each fetches half of a tile for both
 consumers  y += x W                  each some rows of x, which are wgmma's M; weight columns are its N
 exchange   y -> shared memory        over the ring; every CTA of the cluster then reads all partial sums of its share
                                      of the rows, adds up those of a segment in order of the splits, and writes
@@ -80,25 +80,26 @@ class Cut:
         x = swizzled_smem((self.stages, self.shape.rows, params.block_k), dtype, atom=params.atom)
         w = swizzled_smem((self.stages, params.block_k, params.block_n), dtype, atom=params.atom)
         sums = plgpu.SMEM((self.shape.rows, params.block_n + PADDING), jnp.float32)
-        exchange = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=consumers, num_barriers=2)
+        in_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("part",), num_arrivals=consumers)
+        free = in_cluster if params.shares_x else functools.partial(plgpu.Barrier, num_arrivals=consumers)
         return {
             "memory": plgpu.RefUnion((x, w), sums) if self.in_shared and self.parts > 1 else ((x, w), ()),
             "ready": plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
-            "free": plgpu.Barrier(num_arrivals=consumers, num_barriers=self.stages),
+            "free": free(num_barriers=self.stages),
             "drained": plgpu.Barrier(num_arrivals=consumers),
-            "exchange": exchange if self.parts > 1 else (),
+            "exchange": in_cluster(num_barriers=2) if self.parts > 1 else (),
         }
 
 
 def _kernel(
     x_ref,  # [T, K]
     w_ref,  # [K, segments, F]
-    *refs,  # bias [segments, F], residual [T, F] where there are any; then the outputs
+    *refs,  # bias [segments, F], residual [T, F], the next weight where there are any; then the outputs
     fusions: Fusions,
     cut: Cut,
 ):
     *optional, out_ref, part_ref = refs
-    _, bias_ref, residual_ref = fusions.split(optional)
+    _, bias_ref, residual_ref, ask_ahead = fusions.split(optional)
     part = lax.axis_index("part")
 
     @functools.partial(pl.run_scoped, **cut.scratch(x_ref.dtype), collective_axes="wg")
@@ -146,6 +147,8 @@ def _kernel(
             if cut.moves_registers:
                 plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             _load_tiles(x_ref, w_ref, part, ring, ready, free, cut)
+            if ask_ahead is not None:
+                ask_ahead(lax.axis_index("column") * cut.parts + part, w_ref.shape[2] // cut.params.block_n * cut.parts)
 
         @pl.when(wg < cut.consumers)
         def _consumer():
@@ -163,10 +166,12 @@ def _load_tiles(x_ref: Any, w_ref: Any, part: jax.Array, ring: Any, ready: Any, 
     x_smem, w_smem = ring
     segment, split = lax.div(part, cut.params.splits), lax.rem(part, cut.params.splits)
 
+    options = {"collective_axes": "part"} if cut.params.shares_x else {}
+
     def load(i, slot):
         depth = pl.ds((split * cut.num_tiles + i) * cut.params.block_k, cut.params.block_k)
         plgpu.copy_gmem_to_smem(w_ref.at[depth, segment, cut.columns], w_smem.at[slot], ready.at[slot])
-        plgpu.copy_gmem_to_smem(x_ref.at[:, depth], x_smem.at[slot], ready.at[slot])
+        plgpu.copy_gmem_to_smem(x_ref.at[:, depth], x_smem.at[slot], ready.at[slot], **options)
 
     def reload(i, _):
         slot = lax.rem(i, cut.stages)

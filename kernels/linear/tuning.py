@@ -120,6 +120,7 @@ class ManyRowsParams(Tuning):
     """Of the kernel for 64 to 256 rows; a CTA has `block_n` columns, up to 256, of one segment.
 
     consumer_rows: 64 or 128 rows of x a warpgroup.
+    shares_x: the CTAs of gate and of up fetch half of each tile of x, for both. The interpreter does not know it.
     """
 
     multiple_n: ClassVar[int] = ATOM // 2
@@ -127,6 +128,7 @@ class ManyRowsParams(Tuning):
 
     block_n: int = 128
     consumer_rows: int = 64
+    shares_x: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,10 +138,12 @@ class ManyRowsParams(Tuning):
             raise ValueError(f"consumer_rows must be 64 or 128, got {self.consumer_rows}")
 
     @classmethod
-    def filling(cls, block_n: int, splits: int, consumer_rows: int, *, rows: int) -> ManyRowsParams:
+    def filling(
+        cls, block_n: int, splits: int, consumer_rows: int, *, rows: int, shares_x: bool = False
+    ) -> ManyRowsParams:
         """With as many tiles in flight as fit."""
         stages = MAX_SMEM // (cls.block_k * (block_n + rows) * 2)
-        return cls(block_n, splits, num_stages=stages, consumer_rows=consumer_rows)
+        return cls(block_n, splits, num_stages=stages, consumer_rows=consumer_rows, shares_x=shares_x)
 
     @property
     def atom(self) -> int:
@@ -169,6 +173,8 @@ class ManyRowsParams(Tuning):
     def check(self, product: Product) -> None:
         if product.rows % self.consumer_rows or not 0 < product.rows <= MAX_ROWS:
             raise NotImplementedError(f"{product.rows} rows are no multiple of {self.consumer_rows} up to {MAX_ROWS}")
+        if self.shares_x and (product.segments == 1 or self.splits > 1 or self.exchange == "device"):
+            raise NotImplementedError(f"{product} has no CTAs that read the same x, with {self}")
         if self.splits * product.segments > MAX_CLUSTER:
             raise NotImplementedError(f"{product} needs clusters of more than {MAX_CLUSTER} CTAs with {self}")
         is_too_wide = self.block_n // 2 + OTHER_REGISTERS > self.launched_registers(product.rows)  # for one wgmma
@@ -178,7 +184,7 @@ class ManyRowsParams(Tuning):
 
 
 @functools.cache
-def _tuned(device_kind: str) -> dict[str, dict[str, dict[str, Any]]]:
+def _tuned(device_kind: str) -> dict[str, dict[str, Any]]:
     path = pathlib.Path(__file__).parent / "tuned" / f"{device_kind.lower().replace(' ', '_')}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -205,6 +211,20 @@ def tuned_params(
         return None
     params = tuned_params(dataclasses.replace(product, has_norm=False), device_kind=device_kind)
     return dataclasses.replace(params, norm_apart=True) if isinstance(params, Params) else params
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefetchSettings:
+    """Kernels of steps of so many rows at most ask the L2 cache for so much of the next product's weight."""
+
+    max_rows: int = 0
+    max_bytes: int = 0
+
+
+@functools.cache
+def prefetch_settings(device_kind: str = DEFAULT_DEVICE) -> PrefetchSettings:
+    """From `tuned/`; never, where that has none."""
+    return PrefetchSettings(**_tuned(device_kind).get("prefetch", {}))
 
 
 def wave(cluster: int) -> int:

@@ -30,6 +30,14 @@ OTHERS: dict[str, tuple[Spec, Params | ManyRowsParams]] = {
     ),
     "swizzled tiles of 32": (Spec(192, (4096,), (6144,), has_residual=True), ManyRowsParams(block_n=96, splits=2)),
     "deep tiles": (Spec(64, (4096,), (4096,), has_norm=True), ManyRowsParams(block_n=64, splits=2, block_k=128)),
+    "x shared, 256 rows": (
+        Spec(256, (4096,), (2, 12288), has_residual=True, activation="silu"),
+        ManyRowsParams.filling(192, 1, 128, rows=256, shares_x=True),
+    ),
+    "x shared, 128 rows": (
+        Spec(128, (4096,), (2, 6144), has_bias=True, activation="silu"),
+        ManyRowsParams.filling(96, 1, 64, rows=128, shares_x=True),
+    ),
     "8 parts": (Spec(128, (4096,), (1024,)), ManyRowsParams(block_n=64, splits=8)),
 }
 """What no benchmark has."""

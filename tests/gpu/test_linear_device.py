@@ -36,6 +36,8 @@ SPECS = {
     "8B out, 64 rows": ManyRowsParams(block_n=64, splits=2, block_k=128),
     "0.6B gate_up, 128 rows": ManyRowsParams(block_n=128, splits=2, num_stages=7),
     "half 8B gate_up, 256 rows": ManyRowsParams(block_n=96, splits=1, num_stages=5),
+    "8B gate_up, 256 rows": ManyRowsParams.filling(192, 1, 128, rows=256, shares_x=True),
+    "half 8B gate_up, 128 rows": ManyRowsParams.filling(96, 1, 64, rows=128, shares_x=True),
     "half 8B qkv, 256 rows": ManyRowsParams(block_n=128, splits=4, num_stages=4, consumer_rows=128),
 }
 """Products by name, with tuned parameters or others."""

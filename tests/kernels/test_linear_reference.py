@@ -190,6 +190,8 @@ def test_says_what_cannot_be_cut() -> None:
     for words, many, changes in (
         ("96 rows", ManyRowsParams(), {"rows": 96}),
         ("320 rows", ManyRowsParams(), {"rows": 320}),
+        ("read the same x", ManyRowsParams(shares_x=True), {}),
+        ("read the same x", ManyRowsParams(shares_x=True, splits=2), {"segments": 2}),
         ("cannot be cut", ManyRowsParams(block_n=192), {}),
         ("clusters of more than 8", ManyRowsParams(splits=8), {"segments": 2}),
         ("registers", ManyRowsParams(block_n=256, num_stages=2), {"rows": 192}),
