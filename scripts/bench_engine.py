@@ -33,6 +33,9 @@ def main() -> None:
     parser.add_argument("--decode-steps", type=int)
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--mesh", help="such as tensor=2; goals are those of one device")
+    parser.add_argument(
+        "--warmup", choices=("full", "lazy"), default="full", help="'lazy' compiles what the cases reach"
+    )
     parser.add_argument("--linear", choices=("mosaic_gpu", "reference"), help="by what products of few rows are made")
     args = parser.parse_args()
     prepare_backend(args)
@@ -47,7 +50,7 @@ def main() -> None:
 
     keep_modules()
     subject = load_subject(
-        args.config, {name: getattr(args, name) for name in ("depth", "decode_steps", "kernels", "mesh")}
+        args.config, {name: getattr(args, name) for name in ("depth", "decode_steps", "kernels", "mesh", "warmup")}
     )
     engine, stats = subject.llm.engine, subject.llm.stats()
     print(f"{args.config} on {jax.devices()[0].device_kind}, jax {jax.__version__}, kernels {stats['kernels']}")

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxinfer.batch import AttentionMetadata
 from jaxinfer.config import Kernels, ModelConfig
-from jaxinfer.kernels.kv_update import rope_kv_update
+from jaxinfer.kernels.linear import qkv_rope_kv_update
 from jaxinfer.kernels.paged_attention import paged_attention
 from jaxinfer.layers.linear import AttentionOutput, QKVProjection
 from jaxinfer.layers.norm import RMSNorm
@@ -49,16 +49,20 @@ class Attention(nnx.Module):
     ) -> tuple[Stream, KVCache]:
         """Reads the norm of the stream and adds to the stream; and the layer's updated cache."""
         x, missing = stream.normalise(norm)
-        q, k_cache, v_cache = rope_kv_update(
-            self.qkv(x, norm=missing),
+        q, k_cache, v_cache = qkv_rope_kv_update(
+            x,
+            self.qkv.weight[...],
             *cache,
             cos,
             sin,
             meta.slot_mapping,
+            norm_weight=None if missing is None else missing.weight[...],
+            bias=None if self.qkv.bias is None else self.qkv.bias[...],
             q_norm=None if self.q_norm is None else self.q_norm.weight[...],
             k_norm=None if self.k_norm is None else self.k_norm.weight[...],
             eps=self.eps,
-            implementation=self.kernels.kv_update,
+            implementation=self.kernels.linear,
+            update_implementation=self.kernels.kv_update,
             step_plan=meta.update_plan,
         )
         attended = paged_attention(

@@ -40,12 +40,11 @@ def multiply(
     *,
     implementation: str,
     norm: RMSNorm | None = None,
-    bias: nnx.Param | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
     prefetch: Prefetch | None = None,
 ) -> jax.Array:
-    """residual + activation(norm(x) @ weight + bias); see `kernels.linear`.
+    """residual + activation(norm(x) @ weight); see `kernels.linear`.
 
     Args:
       implementation: the fastest one that may be used; products that gain nothing by it use the reference.
@@ -56,7 +55,6 @@ def multiply(
         value,
         norm_weight=None if norm is None else norm.weight[...],
         norm_eps=1e-6 if norm is None else norm.eps,
-        bias=None if bias is None else bias[...],
         activation=activation,
         residual=residual,
         prefetch=prefetch,
@@ -83,7 +81,10 @@ def multiply_into(
 
 
 class QKVProjection(nnx.Module):
-    """[T, hidden] -> [T, kv_heads, group + 2, head_dim]: a KV head's query heads, its K and its V."""
+    """The weight of [T, hidden] -> [T, kv_heads, group + 2, head_dim]: a KV head's query heads, its K and its V.
+
+    What follows the product is known to the layer: see `kernels.linear.qkv_rope_kv_update`.
+    """
 
     def __init__(
         self,
@@ -100,10 +101,6 @@ class QKVProjection(nnx.Module):
         self.weight = param(shape, dtype, ("embed", "kv_heads", None, "head_dim"))
         self.bias = param(shape[1:], dtype, ("kv_heads", None, "head_dim")) if has_bias else None
         self.implementation = implementation
-
-    def __call__(self, x: jax.Array, *, norm: RMSNorm | None = None) -> jax.Array:
-        """`norm` is applied to x before."""
-        return multiply(x, self.weight, norm=norm, bias=self.bias, implementation=self.implementation)
 
     def prefetch(self, num_rows: int) -> Prefetch | None:
         """What may be asked for by the kernel before."""

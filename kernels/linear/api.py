@@ -151,7 +151,7 @@ def qkv_rope_kv_update(
     sin: jax.Array,
     slot_mapping: jax.Array,
     *,
-    norm_weight: jax.Array,
+    norm_weight: jax.Array | None = None,
     eps: float = 1e-6,
     bias: jax.Array | None = None,
     q_norm: jax.Array | None = None,
@@ -162,12 +162,12 @@ def qkv_rope_kv_update(
     update_implementation: str = "reference",
     step_plan: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`linear` with a norm before it, then `rope_kv_update`; in one launch where that is known to win.
+    """`linear`, then `rope_kv_update`; in one launch where that is known to win.
 
     Args:
       x: [T, hidden].
       weight: [hidden, kv_heads, group + 2, head_dim].
-      norm_weight: [hidden].
+      norm_weight: [hidden], of the norm before; None where x is normalised already.
       eps: of all norms.
       bias: [kv_heads, group + 2, head_dim].
       implementation: the fastest implementation of `linear` that may be used.
@@ -183,12 +183,12 @@ def qkv_rope_kv_update(
     """
     caches = (k_cache, v_cache, cos, sin, slot_mapping)
     norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
-    head_dim = weight.shape[-1]
+    head_dim, has_norm = weight.shape[-1], norm_weight is not None
     is_plain = k_scale is None and v_scale is None and k_cache.dtype == x.dtype
-    if is_plain and choose_for(implementation, x, weight, has_norm=True, head_dim=head_dim) == "mosaic_gpu":
+    if is_plain and choose_for(implementation, x, weight, has_norm=has_norm, head_dim=head_dim) == "mosaic_gpu":
         from jaxinfer.kernels.linear import mosaic_gpu_qkv
 
-        params = tuned_params(_product(x.shape, weight, None, has_norm=True), head_dim=head_dim)
+        params = tuned_params(_product(x.shape, weight, None, has_norm=has_norm), head_dim=head_dim)
         assert isinstance(params, Params)
         assert not params.norm_apart
         return mosaic_gpu_qkv.qkv_rope_kv_update(
@@ -200,7 +200,7 @@ def qkv_rope_kv_update(
         norm_weight=norm_weight,
         norm_eps=eps,
         bias=bias,
-        implementation=choose_for(implementation, x, weight, has_norm=True),
+        implementation=choose_for(implementation, x, weight, has_norm=has_norm),
     )
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     return rope_kv_update(qkv, *caches, **norms, **scales, implementation=update_implementation, step_plan=step_plan)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxinfer.kernels.linear.tuning import Product
 
@@ -98,3 +99,40 @@ def make_inputs(spec: Spec, seed: int) -> tuple[jax.Array, jax.Array, dict[str, 
     if spec.has_residual:
         options["residual"] = normal(spec.result)
     return x, weight, options
+
+
+def make_qkv_inputs(
+    *,
+    rows: int,
+    hidden: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    has_bias: bool = False,
+    has_norm: bool = True,
+    is_normalised: bool = False,
+    num_blocks: int = 4,
+    block_size: int = 16,
+) -> tuple[tuple, dict]:
+    """Positional arguments and options of `qkv_rope_kv_update`; the last two rows are padding.
+
+    Args:
+      has_norm: of heads.
+      is_normalised: x is; no norm comes before the product.
+    """
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+
+    def normal(shape: tuple[int, ...], scale: float = 1.0, mean: float = 0.0) -> jax.Array:
+        return (jax.random.normal(next(keys), shape) * scale + mean).astype(jnp.bfloat16)
+
+    heads = (kv_heads, group + 2, head_dim)
+    x, weight = normal((rows, hidden), 3.0), normal((hidden, *heads), hidden**-0.5)
+    caches = [normal((num_blocks, kv_heads, block_size, head_dim)) for _ in range(2)]
+    angles = jax.random.normal(next(keys), (rows, head_dim // 2))
+    slots = np.random.default_rng(0).permutation(np.arange(block_size, num_blocks * block_size))[:rows]
+    slots[-2:] = 0
+    options = {"norm_weight": None if is_normalised else normal((hidden,), 0.2, 1.0)}
+    options["bias"] = normal(heads) if has_bias else None
+    norms = [normal((head_dim,), 0.2, 1.0) if has_norm else None for _ in range(2)]
+    options |= dict(zip(("q_norm", "k_norm"), norms, strict=True))
+    return (x, weight, *caches, jnp.cos(angles), jnp.sin(angles), jnp.asarray(slots, jnp.int32)), options

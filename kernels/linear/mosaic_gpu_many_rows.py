@@ -166,12 +166,12 @@ def _load_tiles(x_ref: Any, w_ref: Any, part: jax.Array, ring: Any, ready: Any, 
     x_smem, w_smem = ring
     segment, split = lax.div(part, cut.params.splits), lax.rem(part, cut.params.splits)
 
-    options = {"collective_axes": "part"} if cut.params.shares_x else {}
+    shared_by = "part" if cut.params.shares_x else None
 
     def load(i, slot):
         depth = pl.ds((split * cut.num_tiles + i) * cut.params.block_k, cut.params.block_k)
         plgpu.copy_gmem_to_smem(w_ref.at[depth, segment, cut.columns], w_smem.at[slot], ready.at[slot])
-        plgpu.copy_gmem_to_smem(x_ref.at[:, depth], x_smem.at[slot], ready.at[slot], **options)
+        plgpu.copy_gmem_to_smem(x_ref.at[:, depth], x_smem.at[slot], ready.at[slot], collective_axes=shared_by)
 
     def reload(i, _):
         slot = lax.rem(i, cut.stages)

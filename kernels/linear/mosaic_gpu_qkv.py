@@ -35,20 +35,21 @@ def check_supported(x: jax.Array, weight: jax.Array, k_cache: jax.Array, params:
 def _kernel(
     x_ref,  # [T, K]
     w_ref,  # [K, 1, kv_heads * (group + 2) * head_dim]
-    norm_ref,  # [K / 64, 64]
     cos_ref,  # float32 [T, head_dim / 2]
     sin_ref,
     slots_ref,  # int32 [T]
-    *refs,  # bias [heads, head_dim], q_norm, k_norm [head_dim] where there are any; caches; the outputs
+    *refs,  # input norm [K / 64, 64], bias [heads, head_dim], q_norm, k_norm [head_dim] if there are any; caches; q
     eps: float,
     group: int,
-    has_bias: bool,
     has_norm: bool,
+    has_bias: bool,
+    has_head_norms: bool,
     params: Params,
 ):
     *optional, k_cache, v_cache, q_ref, part_ref, square_ref = refs
-    bias_ref = optional[0] if has_bias else None
-    head_norms = optional[-2:] if has_norm else None
+    norm_ref = optional.pop(0) if has_norm else None
+    bias_ref = optional.pop(0) if has_bias else None
+    head_norms = optional if has_head_norms else None
     dtype = x_ref.dtype
     head_dim = params.block_n
     half = head_dim // 2
@@ -128,7 +129,7 @@ def qkv_rope_kv_update(
     sin: jax.Array,
     slot_mapping: jax.Array,
     *,
-    norm_weight: jax.Array,
+    norm_weight: jax.Array | None,
     eps: float,
     bias: jax.Array | None,
     q_norm: jax.Array | None,
@@ -138,16 +139,23 @@ def qkv_rope_kv_update(
     """See `api.qkv_rope_kv_update`."""
     num_rows, size = x.shape
     _, kv_heads, rows, head_dim = weight.shape
-    product = Product(num_rows, size, 1, kv_heads * rows * head_dim, has_norm=True)
+    product = Product(num_rows, size, 1, kv_heads * rows * head_dim, norm_weight is not None)
     check_supported(x, weight, k_cache, params)
     params.check(product)
-    optional: list[Any] = [] if bias is None else [bias.reshape(-1, head_dim)]
+    optional: list[Any] = [] if norm_weight is None else [norm_weight.reshape(-1, ATOM)]
+    optional += [] if bias is None else [bias.reshape(-1, head_dim)]
     optional += [] if q_norm is None else [q_norm, k_norm]
     k_ref, v_ref = jax.new_ref(k_cache), jax.new_ref(v_cache)
     body = functools.partial(
-        _kernel, eps=eps, group=rows - 2, has_bias=bias is not None, has_norm=q_norm is not None, params=params
+        _kernel,
+        eps=eps,
+        group=rows - 2,
+        has_norm=norm_weight is not None,
+        has_bias=bias is not None,
+        has_head_norms=q_norm is not None,
+        params=params,
     )
     q = jax.ShapeDtypeStruct((num_rows, kv_heads * (rows - 2), head_dim), x.dtype)
-    operands = (x, weight.reshape(size, 1, -1), norm_weight.reshape(-1, ATOM), cos, sin, slot_mapping, *optional)
+    operands = (x, weight.reshape(size, 1, -1), cos, sin, slot_mapping, *optional)
     out, *_ = mosaic_gpu_cluster.kernel(body, "qkv_rope_kv_update", product, params, q)(*operands, k_ref, v_ref)
     return out, jax.freeze(k_ref), jax.freeze(v_ref)
