@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, scf
 
 PIECE = 4096  # bytes that a thread asks for at once
 THREADS = 128  # of a warpgroup
@@ -28,17 +28,22 @@ THREADS = 128  # of a warpgroup
 
 @dataclasses.dataclass(frozen=True)
 class Beginnings:
-    """Which bytes of a weight [K, ...]: `size` of each of the `parts` that K is cut into, from its beginning."""
+    """Which bytes of a weight [K, ...]: `size` of each of the `parts` that K is cut into, from its beginning.
+
+    delay: cycles to wait first where the kernel's own loads might else queue behind.
+    """
 
     parts: int
     size: int
+    delay: int = 0
 
-    def ask(self, ref: Any, worker: jax.Array, num_workers: int) -> None:
+    def ask(self, ref: Any, worker: jax.Array, num_workers: int, *, is_early: bool = False) -> None:
         """To be called by all threads of a warpgroup, in a kernel of which `num_workers` warpgroups call it.
 
         Args:
           ref: to the weight, in device memory.
           worker: int32, this warpgroup's number among them.
+          is_early: others may not have asked for what they need themselves.
         """
         pieces = self.size // PIECE  # of a part
         part_bytes = math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize // self.parts
@@ -51,6 +56,8 @@ class Beginnings:
             def times(value, factor):
                 return arith.muli(arith.extui(i64, value), mgpu_utils.c(factor, i64))
 
+            if is_early and self.delay:
+                _wait(self.delay)
             thread = arith.remui(mgpu_utils.thread_idx(), mgpu_utils.c(THREADS, i32))
             first = arith.muli(thread, mgpu_utils.c(num_workers, i32))  # neighbours are asked for together
             first = arith.addi(first, worker.registers.item())
@@ -79,10 +86,28 @@ class Prefetch:
     beginnings: Beginnings
 
     @classmethod
-    def of(cls, weight: jax.Array, max_bytes: int, *, parts: int = 1) -> Prefetch | None:
+    def of(cls, weight: jax.Array, max_bytes: int, *, parts: int = 1, delay: int = 0) -> Prefetch | None:
         """At most so many bytes in all; None where that is nothing, or parts do not begin at a multiple of 16 bytes."""
         part_bytes = weight.size * weight.dtype.itemsize // parts
         if weight.size % parts or part_bytes % 16:
             return None
         size = min(part_bytes, max_bytes // parts) // PIECE * PIECE
-        return cls(weight, Beginnings(parts, size)) if size else None
+        return cls(weight, Beginnings(parts, size, delay)) if size else None
+
+
+def _wait(cycles: int) -> None:
+    """Emits a loop that looks at the clock."""
+    i64 = ir.IntegerType.get_signless(64)
+
+    def clock() -> ir.Value:
+        now = mgpu_utils.inline_ptx("mov.u64 $0, %clock64;", result_types=i64, has_side_effects=True)
+        assert isinstance(now, ir.Value)
+        return now
+
+    start = clock()
+    loop = scf.WhileOp([], [])
+    with ir.InsertionPoint(loop.before.blocks.append()):
+        passed = arith.subi(clock(), start)
+        scf.condition(arith.cmpi(arith.CmpIPredicate.ult, passed, mgpu_utils.c(cycles, i64)), [])
+    with ir.InsertionPoint(loop.after.blocks.append()):
+        scf.yield_([])

@@ -139,7 +139,7 @@ def _with_helpers(body: Callable[..., None], num_rows: int, beginnings: Beginnin
     """Blocks beyond those of the rows, which fill the other multiprocessors, ask for the weight behind."""
     block, helpers = lax.axis_index("row"), SMS - num_rows
     pl.when(block < num_rows)(lambda: body(*refs))
-    pl.when(block >= num_rows)(lambda: beginnings.ask(ahead, block - num_rows, helpers))
+    pl.when(block >= num_rows)(lambda: beginnings.ask(ahead, block - num_rows, helpers, is_early=True))
 
 
 def _sum_kernel(x, addresses, _, out, *, channel: Channel) -> None:

@@ -71,7 +71,8 @@ def choose_prefetch(
     if implementation != "mosaic_gpu" or num_rows > settings.max_rows:
         return None
     params = tuned_params(_product((num_rows, *weight.shape[:num_inputs]), weight, activation, has_norm=True))
-    return Prefetch.of(weight, settings.max_bytes, parts=1 if params is None else params.splits)
+    parts = 1 if params is None else params.splits
+    return Prefetch.of(weight, settings.max_bytes, parts=parts, delay=settings.delay)
 
 
 @partial(jax.jit, static_argnames=("norm_eps", "activation", "implementation"))

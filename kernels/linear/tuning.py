@@ -215,10 +215,14 @@ def tuned_params(
 
 @dataclasses.dataclass(frozen=True)
 class PrefetchSettings:
-    """Kernels of steps of so many rows at most ask the L2 cache for so much of the next product's weight."""
+    """Kernels of steps of so many rows at most ask the L2 cache for so much of the next product's weight.
+
+    delay: see `Beginnings`.
+    """
 
     max_rows: int = 0
     max_bytes: int = 0
+    delay: int = 0
 
 
 @functools.cache

@@ -171,7 +171,7 @@ def decode_kernel(
 
             tiles, pieces = walk(cta_work_ref, row_info_ref, num_kv_heads, load_piece)
             if ahead is not None:  # all that this CTA reads is on its way; it may be nothing
-                ahead.ask(ahead_ref, cta, params.num_ctas)
+                ahead.ask(ahead_ref, cta, params.num_ctas, is_early=True)
 
             def drain(count, depth, *barriers):
                 def wait(i, _):

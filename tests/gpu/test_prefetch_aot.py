@@ -51,7 +51,7 @@ def compile_attention(ahead: jax.ShapeDtypeStruct, parts: int) -> None:
         heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
         step_plan = plan("mosaic_gpu", seq_lens, starts, num_tokens=16, **heads, is_decode=True)
         options = {"implementation": "mosaic_gpu", "step_plan": step_plan}
-        prefetch = Prefetch.of(ahead, MAX_BYTES, parts=parts)
+        prefetch = Prefetch.of(ahead, MAX_BYTES, parts=parts, delay=1234)
         return paged_attention(q, k, v, tables, seq_lens, starts, scale=0.1, prefetch=prefetch, **options)
 
     pages, ids = shaped(500, 8, 64, 128), partial(shaped, dtype=jnp.int32)
@@ -64,7 +64,7 @@ def compile_sum(ahead: jax.ShapeDtypeStruct, parts: int) -> None:
 
     def add(x, weight, channel, ahead):
         x = jax.lax.psum(x, "tensor")
-        prefetch = Prefetch.of(ahead, MAX_BYTES, parts=parts)
+        prefetch = Prefetch.of(ahead, MAX_BYTES, parts=parts, delay=1234)
         options = {"channel": channel, "implementation": "mosaic_gpu"}
         return all_reduce_norm(x, x, weight, "tensor", prefetch=prefetch, **options)
 
@@ -94,6 +94,9 @@ def test_kernels_ask(name: str, parts: int, monkeypatch: pytest.MonkeyPatch, cap
     report = capfd.readouterr().out
     found = INSTRUCTION.findall(report)
     assert found == [str(PIECE)] * -(-MAX_BYTES // (PIECE * THREADS * askers))
+    assert len(re.findall(r"setp\S+\s+%p\d+, %rd\d+, 1234;", report)) == (
+        name in ("attention", "sum")
+    )  # they wait first
     assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}
 
 
