@@ -3,9 +3,9 @@
     device memory   | weight | idle ... | weight | idle ...        the sums between products, launches, ends of kernels
     with            | weight | next ... | rest   | next ...        leave the memory idle; the next weight does not wait
 
-Asking takes no registers, no shared memory and no time to wait: the kernel may end before the bytes have come, and no
-result depends on whether they do. A product that a cluster's CTAs share by parts of K begins in each part, so the
-beginning of each is asked for.
+Asking takes neither registers nor shared memory; the kernel may end before the bytes have come, and no result depends
+on them. Where a kernel's own loads could queue behind, it asks after a delay. A product that a cluster's CTAs share by
+parts of K begins in each part, so the beginning of each is asked for.
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
 
 PIECE = 4096  # bytes that a thread asks for at once
 THREADS = 128  # of a warpgroup
@@ -45,6 +41,11 @@ class Beginnings:
           worker: int32, this warpgroup's number among them.
           is_early: others may not have asked for what they need themselves.
         """
+        from jax.experimental.mosaic.gpu import utils as mgpu_utils  # here: where there is no Hopper nobody needs it
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm
+
         pieces = self.size // PIECE  # of a part
         part_bytes = math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize // self.parts
         total, stride = self.parts * pieces, THREADS * num_workers
@@ -97,12 +98,14 @@ class Prefetch:
 
 def _wait(cycles: int) -> None:
     """Emits a loop that looks at the clock."""
+    from jax.experimental.mosaic.gpu import utils as mgpu_utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, scf
+
     i64 = ir.IntegerType.get_signless(64)
 
-    def clock() -> ir.Value:
-        now = mgpu_utils.inline_ptx("mov.u64 $0, %clock64;", result_types=i64, has_side_effects=True)
-        assert isinstance(now, ir.Value)
-        return now
+    def clock() -> Any:
+        return mgpu_utils.inline_ptx("mov.u64 $0, %clock64;", result_types=i64, has_side_effects=True)
 
     start = clock()
     loop = scf.WhileOp([], [])

@@ -29,11 +29,14 @@ def lines(model: nnx.Module, mesh: Mesh) -> list[Line]:
 
     Args:
       model: with logical axes; its shapes are those on the mesh (`jaxinfer.models.build_model`).
-      mesh: with the axes of `jaxinfer.sharding.mesh`.
+      mesh: with the axes of `jaxinfer.sharding.mesh`; a stage's own where the model is one
+        (`jaxinfer.models.cut_stages`).
 
     Raises:
-      ValueError: a dimension that the mesh does not divide.
+      ValueError: a dimension that the mesh does not divide, or a mesh of several stages.
     """
+    if mesh.shape["pipe"] > 1:
+        raise ValueError(f"pipe={mesh.shape['pipe']} means stages: describe each on its own mesh, see cut_stages")
     found: dict[str, Line] = {}
     variables = nnx.to_flat_state(nnx.state(model))
     for (path, variable), leaf in zip(variables, abstract_parameters(model, mesh), strict=True):
@@ -66,7 +69,7 @@ def table(model: nnx.Module, mesh: Mesh) -> str:
     total = sum(line.num_bytes for line in listed)
     whole = sum(line.num_bytes * math.prod(line.whole) // math.prod(line.part) for line in listed)
     return "\n".join(
-        [*text, f"{total / 1e6:,.2f} MB on each of {mesh.size} devices ({used}); {whole / 1e6:,.2f} MB in all"]
+        [*text, f"{total / 1e6:,.2f} MB on each of {mesh.size} devices ({used}); the model has {whole / 1e6:,.2f} MB"]
     )
 
 

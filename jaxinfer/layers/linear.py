@@ -104,7 +104,8 @@ class QKVProjection(nnx.Module):
 
     def prefetch(self, num_rows: int) -> Prefetch | None:
         """What may be asked for by the kernel before."""
-        return choose_prefetch(self.implementation, num_rows, self.weight[...])
+        weight = self.weight[...]
+        return choose_prefetch(self.implementation, num_rows, weight, head_dim=weight.shape[-1])
 
 
 class AttentionOutput(nnx.Module):

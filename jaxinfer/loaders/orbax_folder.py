@@ -106,6 +106,13 @@ def save_orbax(
 ) -> None:
     """Writes a converted checkpoint; the tokenizer's files are the caller's.
 
+    Args:
+      folder: where to; what is missing is made.
+      checkpoint: what the parameters were loaded from.
+      parameters: by path in the whole model, as on one device: what a mesh repeats or pads is left out
+        (`jaxinfer.models.partition.narrow`). They may lie on a mesh.
+      config: for `config.json`.
+
     Raises:
       ValueError: the folder exists and is not empty.
     """

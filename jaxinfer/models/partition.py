@@ -144,6 +144,24 @@ def widen(path: Path, array: Any, partition: Partition) -> Any:
     return array
 
 
+def narrow(path: Path, array: Any, partition: Partition) -> Any:
+    """A parameter as the mesh has it -> as a checkpoint for one device has it: what `widen` undoes.
+
+    `array` is jax's or NumPy's; the mesh's shards stay where they are as far as that goes.
+    """
+    xp, whole, model = array.__array_namespace__(), partition.whole, partition.model
+    match path:
+        case ("embed" | "head", "weight"):
+            return array[: model.vocab_size]
+        case (*_, "qkv", "weight" | "bias"):
+            q, kv = array[..., : whole.group_size, :], array[..., whole.group_size :, :]
+            q = q.reshape(*array.shape[:-3], model.num_kv_heads, model.group_size, array.shape[-1])
+            return xp.concatenate([q, kv[..., :: whole.num_kv_heads // model.num_kv_heads, :, :]], axis=-2)
+        case (*_, "attention", "out", "weight"):
+            return array.reshape(model.num_kv_heads, model.group_size, *array.shape[2:])
+    return array
+
+
 def own_place(path: Path, place: tuple[jax.Array, ...], partition: Partition) -> tuple[jax.Array, ...]:
     """Where an element of a parameter on the mesh stands in a checkpoint for one device; beyond its end for padding.
 

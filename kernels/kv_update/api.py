@@ -148,13 +148,7 @@ def rope_kv_update(
       ValueError: shapes that do not fit together.
       NotImplementedError: the implementation cannot do this case.
     """
-    num_tokens, kv_heads, rows, head_dim = qkv.shape
-    _check_caches(k_cache, v_cache, slot_mapping, (num_tokens, kv_heads, head_dim))
-    if rows < 3 or cos.shape != (num_tokens, head_dim // 2) or sin.shape != cos.shape:
-        raise ValueError(f"qkv {qkv.shape} does not fit cos {cos.shape}, sin {sin.shape}")
-    for norm in (q_norm, k_norm):
-        if (norm is None) != (q_norm is None) or (norm is not None and norm.shape != (head_dim,)):
-            raise ValueError(f"q_norm and k_norm must both be [{head_dim}] or both be None")
+    check_rope(qkv.shape, k_cache, v_cache, cos, sin, slot_mapping, q_norm, k_norm)
     scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
     if implementation == "mosaic_gpu":
         from jaxinfer.kernels.kv_update import mosaic_gpu
@@ -166,6 +160,26 @@ def rope_kv_update(
         *(k_cache, v_cache, k, v, slot_mapping), **scales, implementation=implementation, step_plan=step_plan
     )
     return q, *updated
+
+
+def check_rope(
+    qkv: tuple[int, ...],
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    slot_mapping: jax.Array,
+    q_norm: jax.Array | None,
+    k_norm: jax.Array | None,
+) -> None:
+    """Raises ValueError, with the shapes, for arguments of `rope_kv_update` that do not fit qkv of this shape."""
+    num_tokens, kv_heads, rows, head_dim = qkv
+    _check_caches(k_cache, v_cache, slot_mapping, (num_tokens, kv_heads, head_dim))
+    if rows < 3 or cos.shape != (num_tokens, head_dim // 2) or sin.shape != cos.shape:
+        raise ValueError(f"qkv {qkv} does not fit cos {cos.shape}, sin {sin.shape}")
+    for norm in (q_norm, k_norm):
+        if (norm is None) != (q_norm is None) or (norm is not None and norm.shape != (head_dim,)):
+            raise ValueError(f"q_norm and k_norm must both be [{head_dim}] or both be None")
 
 
 def _check_caches(k_cache: jax.Array, v_cache: jax.Array, slot_mapping: jax.Array, rows: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.kernels.kv_update import rope_kv_update
+from jaxinfer.kernels.kv_update import check_rope, rope_kv_update
 from jaxinfer.kernels.linear import reference
 from jaxinfer.kernels.linear.tuning import Params, Product, prefetch_settings, tuned_params
 from jaxinfer.kernels.prefetch import Prefetch
@@ -57,7 +57,13 @@ def _product(x: tuple[int, ...], weight: jax.Array, activation: str | None, *, h
 
 
 def choose_prefetch(
-    implementation: str, num_rows: int, weight: jax.Array, *, num_inputs: int = 1, activation: str | None = None
+    implementation: str,
+    num_rows: int,
+    weight: jax.Array,
+    *,
+    num_inputs: int = 1,
+    activation: str | None = None,
+    head_dim: int | None = None,
 ) -> Prefetch | None:
     """What a kernel before a product of few rows may ask the L2 cache for; None where that gains nothing.
 
@@ -66,12 +72,16 @@ def choose_prefetch(
       num_rows: of x.
       weight: [*inputs, *outputs]; `num_inputs` are inputs.
       activation: of the product.
+      head_dim: of a projection to heads, which may be fused with what follows.
     """
     settings = prefetch_settings()
-    if implementation != "mosaic_gpu" or num_rows > settings.max_rows:
+    is_served = implementation == "mosaic_gpu" and weight.dtype in (jnp.bfloat16, jnp.float16)
+    if not is_served or num_rows > settings.max_rows:
         return None
-    params = tuned_params(_product((num_rows, *weight.shape[:num_inputs]), weight, activation, has_norm=True))
-    parts = 1 if params is None else params.splits
+    ways = [(head_dim, True), (head_dim, False)] * (head_dim is not None) + [(None, True)]
+    x = (num_rows, *weight.shape[:num_inputs])
+    found = (tuned_params(_product(x, weight, activation, has_norm=norm), head_dim=size) for size, norm in ways)
+    parts = next((params.splits for params in found if params is not None), 1)
     return Prefetch.of(weight, settings.max_bytes, parts=parts, delay=settings.delay)
 
 
@@ -189,6 +199,7 @@ def qkv_rope_kv_update(
     if is_plain and choose_for(implementation, x, weight, has_norm=has_norm, head_dim=head_dim) == "mosaic_gpu":
         from jaxinfer.kernels.linear import mosaic_gpu_qkv
 
+        check_rope((x.shape[0], *weight.shape[1:]), *caches[:2], cos, sin, slot_mapping, q_norm, k_norm)
         params = tuned_params(_product(x.shape, weight, None, has_norm=has_norm), head_dim=head_dim)
         assert isinstance(params, Params)
         assert not params.norm_apart

@@ -20,16 +20,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.kernels.linear import mosaic_gpu_cluster
 from jaxinfer.kernels.linear.mosaic_gpu_common import out_layout, spread
-from jaxinfer.kernels.linear.tuning import ATOM, Params, Product
+from jaxinfer.kernels.linear.tuning import ATOM, MAX_SMEM, Params, Product
 
 
-def check_supported(x: jax.Array, weight: jax.Array, k_cache: jax.Array, params: Params) -> None:
-    """Raise NotImplementedError, with the values, for what the kernel cannot do."""
-    head_dim = weight.shape[-1]
+def check_supported(x: jax.Array, weight: jax.Array, k_cache: jax.Array, params: Params, *, has_norm: bool) -> Product:
+    """The product, or NotImplementedError, with the values, for what the kernel cannot do."""
+    (num_rows, size), head_dim = x.shape, weight.shape[-1]
+    product = Product(num_rows, size, 1, weight.size // size, has_norm)
     if head_dim != params.block_n:
         raise NotImplementedError(f"heads of {head_dim} with {params}")
     if x.dtype not in (jnp.bfloat16, jnp.float16) or not x.dtype == weight.dtype == k_cache.dtype:
         raise NotImplementedError(f"x {x.dtype}, weight {weight.dtype}, cache {k_cache.dtype}: all bf16 or all f16")
+    params.check(product)
+    needed = params.smem_bytes(product) + num_rows // params.splits * head_dim * 2
+    if needed > MAX_SMEM:
+        raise NotImplementedError(f"{product} and its output need {needed} bytes of shared memory with {params}")
+    return product
 
 
 def _kernel(
@@ -139,9 +145,7 @@ def qkv_rope_kv_update(
     """See `api.qkv_rope_kv_update`."""
     num_rows, size = x.shape
     _, kv_heads, rows, head_dim = weight.shape
-    product = Product(num_rows, size, 1, kv_heads * rows * head_dim, norm_weight is not None)
-    check_supported(x, weight, k_cache, params)
-    params.check(product)
+    product = check_supported(x, weight, k_cache, params, has_norm=norm_weight is not None)
     optional: list[Any] = [] if norm_weight is None else [norm_weight.reshape(-1, ATOM)]
     optional += [] if bias is None else [bias.reshape(-1, head_dim)]
     optional += [] if q_norm is None else [q_norm, k_norm]

@@ -170,8 +170,10 @@ def decode_kernel(
                 lax.fori_loop(0, piece.count, load_tile, first_pages)
 
             tiles, pieces = walk(cta_work_ref, row_info_ref, num_kv_heads, load_piece)
-            if ahead is not None:  # all that this CTA reads is on its way; it may be nothing
-                ahead.ask(ahead_ref, cta, params.num_ctas, is_early=True)
+            if ahead is not None:  # all that this CTA reads is on its way; if that is nothing, others may not be so far
+                ask = functools.partial(ahead.ask, ahead_ref, cta, params.num_ctas)
+                pl.when(tiles == 0)(lambda: ask(is_early=True))
+                pl.when(tiles > 0)(lambda: ask())
 
             def drain(count, depth, *barriers):
                 def wait(i, _):

@@ -79,3 +79,7 @@ def test_says_what_it_cannot_do() -> None:
     )
     with pytest.raises(NotImplementedError, match="heads of 64"):
         mosaic_gpu_qkv.qkv_rope_kv_update(*arguments, eps=1e-6, params=Params(block_n=128, splits=1), **options)
+    arguments, options = make_qkv_inputs(rows=64, hidden=4096, kv_heads=1, group=1, head_dim=128, is_normalised=True)
+    wide = Params(block_n=128, splits=1, num_stages=9)  # all of an SM's memory, but for the output's
+    with pytest.raises(NotImplementedError, match="and its output need 237568 bytes"):
+        mosaic_gpu_qkv.qkv_rope_kv_update(*arguments, eps=1e-6, params=wide, **options)

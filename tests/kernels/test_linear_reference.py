@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxinfer.kernels.linear.tuning import (
     PRODUCER_REGISTERS,
     ManyRowsParams,
     Params,
+    PrefetchSettings,
     Product,
     default_params,
     tuned_params,
@@ -110,7 +112,18 @@ def test_parameters_fit_their_products() -> None:
             params.check(product)
             tuned.add(product.name)
     entries = json.loads((pathlib.Path(tuning.__file__).parent / "tuned" / "nvidia_h200.json").read_text())
-    assert set(entries) <= tuned
+    PrefetchSettings(**entries.pop("prefetch", {}))
+    heads = {
+        name: found for name in entries if (found := re.fullmatch(r"(\d+)x1x(\d+)( of norm)? in heads of (\d+)", name))
+    }
+    for name, found in heads.items():
+        size, columns, head_dim = (int(found[i]) for i in (1, 2, 4))
+        for rows, fields in entries[name].items():
+            params = Params(**fields)
+            assert params.block_n == head_dim
+            assert not params.norm_apart
+            params.check(Product(int(rows), size, 1, columns, has_norm=found[3] is not None))
+    assert set(entries) - set(heads) <= tuned
     assert tuned_params(Product(16, 2048, 1, 1024), device_kind="some other card") is None
 
 

@@ -1,7 +1,5 @@
 """What is asked for ahead lies inside the weight, and no more than allowed."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.kernels.linear import api, choose_prefetch
-from jaxinfer.kernels.linear.tuning import Params, PrefetchSettings
+from jaxinfer.kernels.linear.tuning import Params, PrefetchSettings, Product
 from jaxinfer.kernels.prefetch import PIECE, Prefetch
 
 
@@ -42,11 +40,15 @@ def test_few_rows_before_a_product_of_ours(monkeypatch: pytest.MonkeyPatch) -> N
     assert choose_prefetch("mosaic_gpu", 48, weight, num_inputs=3) is None
     assert choose_prefetch("reference", 16, weight, num_inputs=3) is None
 
-    def tuned(product: object) -> Params:
-        assert replace(product, rows=0).name == "1024x1x1024 of norm"
-        return Params(splits=4)
+    def tuned(product: Product, *, head_dim: int | None) -> Params | None:
+        assert product.name.startswith("1024x1x1024")
+        return Params(splits=4 if head_dim is None else 2)
 
     monkeypatch.setattr(api, "tuned_params", tuned)
     found = choose_prefetch("mosaic_gpu", 32, weight, num_inputs=3)
     assert found is not None
     assert (found.beginnings.parts, found.beginnings.size) == (4, 1 << 18)
+    found = choose_prefetch("mosaic_gpu", 32, weight, num_inputs=3, head_dim=128)
+    assert found is not None
+    assert found.beginnings.parts == 2  # fused with what follows
+    assert choose_prefetch("mosaic_gpu", 32, weight.astype(jnp.float32), num_inputs=3) is None

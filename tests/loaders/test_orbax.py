@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from golden_configs import qwen3_config
 from tiny_models import write_model
 
 from jaxinfer import LLM, SamplingParams
@@ -47,6 +48,21 @@ def test_the_same_bits_and_answers(tmp_path, dtype):
             assert llm.get_default_sampling_params().temperature == 0.5
             answers.append(llm.chat([{"role": "user", "content": "hi"}], SamplingParams(seed=1))[0].outputs[0])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+def test_over_a_mesh_the_same_is_written(tmp_path, monkeypatch):
+    """Stages, heads that lie twice and a padded vocabulary leave no trace."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    changes = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 260, "tie_word_embeddings": True}
+    source = write_model(tmp_path / "m", qwen3_config(**changes), seed=2)
+    for mesh in ("tensor=1", "pipe=2,tensor=4"):
+        result = convert(source, tmp_path / mesh, "--mesh", mesh)
+        assert result.returncode == 0, result.stderr
+    written = (parameters(str(tmp_path / mesh), "float32") for mesh in ("tensor=1", "pipe=2,tensor=4"))
+    for one, other, first in zip(*written, parameters(str(source), "float32"), strict=True):
+        np.testing.assert_array_equal(one, first)
+        np.testing.assert_array_equal(other, first)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -95,21 +96,24 @@ def test_a_failed_step_costs_its_requests_only(llm, golden, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["pipe=2", "data=2,pipe=2,tensor=2"])
+@pytest.mark.parametrize("mesh", ["pipe=2", "data=2", "data=2,pipe=2,tensor=2"])
 @pytest.mark.parametrize("name", supported())
 def test_every_architecture(name, mesh, tmp_path):
-    """Greedy tokens of every golden model, with 8 query heads where the golden's cannot be divided."""
+    """Tokens and log-probabilities of every golden model, with 8 query heads where the golden's cannot be divided."""
     golden, _ = read(name)
     config = dict(golden["config"])
     is_golden = config["num_attention_heads"] % 2 == 0 or "tensor" not in mesh
     if not is_golden:
         config |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": config.get("head_dim", 8)}
     folder = write_model(tmp_path / "m", config, seed=golden["seed"], with_tokenizer=False)
-    prompts = [golden["input_ids"], golden["input_ids"], [5, 6, 7]]
-    tokens = [answer[0] for answer in run(folder, mesh, prompts, [GREEDY] * 3)]
-    first, _, last = [answer[0] for answer in run(folder, None, prompts, [GREEDY] * 3)]
-    assert tokens == [first, first, last]
-    assert first == golden["greedy_ids"] or not is_golden
+    prompts, measured = [golden["input_ids"], golden["input_ids"], [5, 6, 7]], dataclasses.replace(GREEDY, logprobs=3)
+    params = [GREEDY, dataclasses.replace(measured, prompt_logprobs=2), measured]
+    alone = run(folder, None, prompts, params)
+    for one, other in zip(alone, run(folder, mesh, prompts, params), strict=True):
+        assert one[0] == other[0]
+        compare_logprobs(one[1], other[1])
+        compare_logprobs(one[2], other[2])
+    assert alone[0][0] == golden["greedy_ids"] or not is_golden
 
 
 @pytest.mark.slow
@@ -120,7 +124,7 @@ def test_every_way_to_sample(kv_heads, tmp_path):
     folder = write_model(tmp_path / "m", config, seed=9, with_tokenizer=False)
     prompts = [[*range(20, 40), number] for number in range(len(PARAMS))]
     alone = run(folder, None, prompts, PARAMS)
-    for mesh in ("pipe=4", "pipe=2,tensor=2", "data=2,pipe=2,tensor=2"):
+    for mesh in ("data=2", "pipe=4", "pipe=2,tensor=2", "data=2,pipe=2,tensor=2"):
         for one, other in zip(alone, run(folder, mesh, prompts, PARAMS, max_num_seqs=5), strict=True):
             assert one[0] == other[0]
             compare_logprobs(one[1], other[1])

@@ -45,7 +45,7 @@ from jaxinfer.loaders import open_checkpoint
 from jaxinfer.models import parse_config
 from jaxinfer.sharding import mesh as meshes
 from jaxinfer.sharding.processes import Place, Processes, find_place, gather, join
-from jaxinfer.sharding.transport import Connection, Relay, dial, listen, reserve, split_address
+from jaxinfer.sharding.transport import GONE_SECONDS, Connection, Relay, dial, listen, reserve, split_address
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 8, "compile_cache": None}
@@ -177,6 +177,11 @@ def record(self, name, index):
     return part
 SafetensorsFolder.read = record
 
+def listed(outputs):
+    for output in outputs:
+        for position in [*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())]:
+            yield from (position or {}).values()
+
 connect_processes(where, count, me)
 folder, mesh, prompts, params, settings = sys.argv[4], sys.argv[5], *map(json.loads, sys.argv[6:])
 try:
@@ -188,6 +193,7 @@ try:
         again = llm.generate(prompts[0], SamplingParams(**params[0]))
         assert llm.stats()["num_requests_running"] == 0
         print("\\nanswers", json.dumps([[answer.token_ids for answer in one.outputs] for one in [*outputs, *again]]))
+        print("\\nlogprobs", json.dumps([one.logprob for one in listed(outputs)]))
 finally:
     print("\\nread", num_read, flush=True)
 """
@@ -228,10 +234,14 @@ def test_every_way_to_sample(count, num_devices, mesh, more, tmp_path):
         outputs = llm.generate(prompts, [SamplingParams(**one) for one in PARAMS])
         kept.close()
         outputs += llm.generate(prompts[0], SamplingParams(**PARAMS[0]))
-    ours = ("answers ", "read ")  # and not Gloo's lines, which it may tear
+    ours = ("answers ", "logprobs ", "read ")  # and not Gloo's lines, which it may tear
     lines = [dict(line.split(" ", 1) for line in out.splitlines() if line.startswith(ours)) for _, out, _ in results]
     assert json.loads(lines[0]["answers"]) == [[answer.token_ids for answer in one.outputs] for one in outputs]
     assert all("answers" not in other for other in lines[1:])
+    positions = [each for one in outputs for each in [*(one.prompt_logprobs or ()), *(one.outputs[0].logprobs or ())]]
+    expected = [entry.logprob for position in positions for entry in (position or {}).values()]
+    assert len(expected) > 40
+    assert json.loads(lines[0]["logprobs"]) == pytest.approx(expected, abs=1e-5)
     checkpoint = open_checkpoint(str(folder))
     whole = sum(int(np.prod(checkpoint.shape(name))) for name in checkpoint.tensor_names() if ".layers." in name)
     most = 0 if "load_format" in more else whole * (1 / count + 0.02)  # norms lie everywhere
@@ -579,6 +589,17 @@ def test_messages_of_every_size(ends):
     assert other.receive() is None
     with pytest.raises(OSError):
         [other.send({"op": "x"}) for _ in range(1000)]
+
+
+def test_a_vanished_host_is_noticed(ends):
+    """By the system: it asks again and again, and gives up after `GONE_SECONDS`."""
+    one = ends[0]
+    Connection(one)
+    names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+    idle, interval, count = (one.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names)
+    assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert idle + interval * count == GONE_SECONDS
+    assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * GONE_SECONDS
 
 
 def test_a_reserved_port_is_nobody_elses_until_it_is_given_back():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import math
 import re
 from functools import partial
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from golden_cases import TOLERANCE, forward, read, supported
-from golden_configs import llama_config, qwen3_config
+from golden_configs import TINY_CASES, llama_config, qwen3_config
 from jax.sharding import Mesh
 from mesh_cases import GREEDY, PARAMS, SETTINGS, compare_logprobs, run
 from tiny_models import write_model
@@ -23,8 +25,8 @@ from jaxinfer.kernels.all_reduce import all_reduce_norm
 from jaxinfer.layers import stream
 from jaxinfer.loaders import Dummy, open_checkpoint, save_orbax
 from jaxinfer.loaders.dummy import _maker
-from jaxinfer.models import Partition, build_model, divide, parse_config
-from jaxinfer.models.partition import own_place, own_shape, widen
+from jaxinfer.models import Partition, build_model, cut_stages, divide, parse_config
+from jaxinfer.models.partition import narrow, own_place, own_shape, widen
 from jaxinfer.sharding.describe import describe, lines
 from jaxinfer.sharding.mesh import make_mesh, resolve_mesh
 from jaxinfer.sharding.parameters import abstract_parameters
@@ -107,6 +109,22 @@ def test_every_architecture(name, size, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("name", ["llama2_mha", "mistral", "qwen2_bias", "qwen3_gqa"])
+def test_every_family_with_every_number_of_heads(name, kv_heads, tmp_path):
+    """Logits over 2, 4 and 8 devices, with a head of its own, so that they stay small; 250 ids divide into none."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "vocab_size": 250}
+    config = TINY_CASES[name][1] | sizes | {"tie_word_embeddings": False}
+    folder = write_model(tmp_path / "m", config, seed=4, with_tokenizer=False)
+    token_ids = list(range(30, 60))
+    alone = forward(folder, token_ids)
+    assert np.abs(alone).max() < 10
+    for size in (2, 4, 8):
+        logits = forward(folder, token_ids, mesh=f"tensor={size}")
+        np.testing.assert_allclose(logits[:, :250], alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_every_way_to_sample(kv_heads, tmp_path):
     """Plain and full samplers, log-probabilities and prefix hits over 2, 4 and 8 devices; 250 ids divide into none."""
     config = qwen3_config(num_attention_heads=8, num_key_value_heads=kv_heads, vocab_size=250)
@@ -156,6 +174,7 @@ def test_loaded_parts_are_cuts_of_the_whole(name, tmp_path):
     for path, array in parts.items():
         assert own_shape(path, array.shape, cut) == alone[path].shape
         np.testing.assert_array_equal(array, widen(path, np.asarray(alone[path]), cut))
+        np.testing.assert_array_equal(narrow(path, array, cut), alone[path])
         if len(array.shape) > 1:
             assert all(shard.data.size * 4 == array.size for shard in array.addressable_shards), path
 
@@ -220,14 +239,13 @@ def test_orbax_is_restored_on_another_mesh(tmp_path):
         for path, array in parts.items():
             np.testing.assert_array_equal(array, widen(path, np.asarray(alone[path]), cut))
             assert len(array.sharding.device_set) == int(mesh[-1])
-    divided = llama_config(vocab_size=512)  # nothing is repeated or padded over two
-    folder = write_model(tmp_path / "d", divided, seed=1, with_tokenizer=False)
-    (_, parts), (_, alone) = load(folder, "tensor=2"), load(folder, None)
-    save_orbax(tmp_path / "two", open_checkpoint(str(folder)), parts, divided)
+    cut, parts = load(folder, "tensor=4")
+    own = {path: narrow(path, array, cut) for path, array in parts.items()}
+    save_orbax(tmp_path / "four", checkpoint, own, checkpoint.config)
     for mesh in (None, "tensor=2", "tensor=4"):
-        cut, again = load(tmp_path / "two", mesh)
+        cut, again = load(tmp_path / "four", mesh)
         for path, array in again.items():
-            np.testing.assert_array_equal(array, alone[path])
+            np.testing.assert_array_equal(array, widen(path, np.asarray(alone[path]), cut))
 
 
 def test_a_description(capsys):
@@ -242,9 +260,25 @@ def test_a_description(capsys):
     assert described["norm.weight"].part == (64,)
     describe(model, cut.mesh)
     total = sum(line.num_bytes for line in described.values())
-    assert (
-        capsys.readouterr().out.splitlines()[-1].startswith(f"{total / 1e6:,.2f} MB on each of 4 devices (tensor=4);")
-    )
+    whole = sum(math.prod(line.whole) * 2 * line.count for line in described.values())
+    last = f"{total / 1e6:,.2f} MB on each of 4 devices (tensor=4); the model has {whole / 1e6:,.2f} MB"
+    assert capsys.readouterr().out.splitlines()[-1] == last
+
+
+def test_a_description_of_stages():
+    """Each has its layers; together they have the model's parameters once, the tied table at both ends."""
+    mesh = resolve_mesh("pipe=2,tensor=2")
+    model = parse_config(CONFIGS["shared repeats"])
+    assert mesh is not None
+    with pytest.raises(ValueError, match="pipe=2 means stages"):
+        lines(build_model(model, "bfloat16"), mesh)
+    counts = collections.Counter()
+    for cut in cut_stages(model, mesh):
+        assert cut.mesh is not None
+        for line in lines(build_model(cut, "bfloat16"), cut.mesh):
+            counts[line.name] += line.count
+    assert counts["layers.*.mlp.down"] == model.num_layers
+    assert (counts["embed.weight"], counts["norm.weight"]) == (2, 1)
 
 
 # -- what is refused -----------------------------------------------------------------------------
