@@ -30,12 +30,13 @@ def run(folder, mesh, prompts, params, **settings) -> list[tuple]:
     ]
 
 
-def compare_logprobs(one, other):
+def compare_logprobs(one, other, tolerance=1e-5):
+    """Of one answer; None where it has none."""
     assert (one is None) == (other is None)
     for first, second in zip(one or (), other or (), strict=True):
         assert (first is None) == (second is None)
         if first is not None:
             assert list(first) == list(second)
             for token in first:
-                assert first[token].logprob == pytest.approx(second[token].logprob, abs=1e-5)
+                assert first[token].logprob == pytest.approx(second[token].logprob, abs=tolerance)
                 assert first[token].rank == second[token].rank
