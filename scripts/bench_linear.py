@@ -139,8 +139,8 @@ def many_rows(product: Product) -> list[ManyRowsParams]:
         parts = splits * product.segments
         if product.rows < 64 or not 48 <= product.columns // block_n * parts <= wave(parts):
             continue
-        filling = ManyRowsParams.filling(block_n, splits, consumer_rows, rows=product.rows)
-        for candidate in (filling, dataclasses.replace(filling, shares_x=True)):
+        for shares_x in (False, True):
+            candidate = ManyRowsParams.filling(block_n, splits, consumer_rows, rows=product.rows, shares_x=shares_x)
             with contextlib.suppress(NotImplementedError):
                 candidate.check(product)
                 found.append(candidate)

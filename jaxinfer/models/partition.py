@@ -149,6 +149,8 @@ def narrow(path: Path, array: Any, partition: Partition) -> Any:
 
     `array` is jax's or NumPy's; the mesh's shards stay where they are as far as that goes.
     """
+    if own_shape(path, array.shape, partition) == array.shape:
+        return array  # nothing is repeated or padded
     xp, whole, model = array.__array_namespace__(), partition.whole, partition.model
     match path:
         case ("embed" | "head", "weight"):
@@ -157,9 +159,7 @@ def narrow(path: Path, array: Any, partition: Partition) -> Any:
             q, kv = array[..., : whole.group_size, :], array[..., whole.group_size :, :]
             q = q.reshape(*array.shape[:-3], model.num_kv_heads, model.group_size, array.shape[-1])
             return xp.concatenate([q, kv[..., :: whole.num_kv_heads // model.num_kv_heads, :, :]], axis=-2)
-        case (*_, "attention", "out", "weight"):
-            return array.reshape(model.num_kv_heads, model.group_size, *array.shape[2:])
-    return array
+    return array.reshape(model.num_kv_heads, model.group_size, *array.shape[2:])  # attention's output
 
 
 def own_place(path: Path, place: tuple[jax.Array, ...], partition: Partition) -> tuple[jax.Array, ...]:

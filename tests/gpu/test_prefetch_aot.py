@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -23,15 +23,6 @@ from jaxinfer.kernels.paged_attention import paged_attention, plan
 from jaxinfer.kernels.prefetch import PIECE, THREADS, Prefetch
 
 pytestmark = pytest.mark.aot
-
-
-@pytest.fixture
-def traced_apart() -> Iterator[None]:
-    """Layers traced with other parameters are no other test's."""
-    yield
-    jax.clear_caches()
-
-
 NEXT = (4096, 4096)
 MAX_BYTES = 8 << 20
 SHAPE = BatchShape(num_tokens=32, num_rows=32, is_decode=True, block_size=64)
@@ -115,7 +106,6 @@ def count_operands(compiled: jax.stages.Compiled) -> int:
     return sum(line[line.index("custom-call(") : line.index("), custom_call_target")].count("%") for line in calls)
 
 
-@pytest.mark.usefixtures("traced_apart")
 @pytest.mark.parametrize(("devices", "asked"), [(1, 2 + 2 + 1), (2, 2 + 2 + 2 + 1)])
 def test_a_step_stays_what_it_is(devices: int, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many kernels, caches in place, no copy of a weight. Of two layers, attention asks for out's weight, out or the

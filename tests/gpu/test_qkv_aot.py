@@ -1,7 +1,6 @@
 """Compile the projection that is fused with rotation and the KV cache for an H200, and whole steps with it."""
 
 import re
-from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -15,15 +14,6 @@ from jaxinfer.kernels.linear import api, mosaic_gpu_qkv
 from jaxinfer.kernels.linear.tuning import Params, Product, tuned_params
 
 pytestmark = pytest.mark.aot
-
-
-@pytest.fixture
-def traced_apart() -> Iterator[None]:
-    """Layers traced with other parameters are no other test's."""
-    yield
-    jax.clear_caches()
-
-
 SHAPE = BatchShape(num_tokens=16, num_rows=16, is_decode=True, block_size=64)
 
 
@@ -65,7 +55,6 @@ def test_compiles_without_spills(
     assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
 
 
-@pytest.mark.usefixtures("traced_apart")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_step_has_a_kernel_less_a_layer(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the parameters say so."""
