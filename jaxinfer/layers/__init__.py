@@ -6,13 +6,12 @@ from jaxinfer.layers.linear import AttentionOutput, QKVProjection
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rotary import attention_factor, inverse_frequencies, rotary_angles
-from jaxinfer.layers.stream import Following, Stream, Sums
+from jaxinfer.layers.stream import Stream, Sums
 
 __all__ = [
     "Attention",
     "AttentionOutput",
     "Embedding",
-    "Following",
     "GatedMLP",
     "KVCache",
     "QKVProjection",

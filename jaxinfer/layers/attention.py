@@ -12,7 +12,7 @@ from jaxinfer.kernels.linear import qkv_rope_kv_update
 from jaxinfer.kernels.paged_attention import paged_attention
 from jaxinfer.layers.linear import AttentionOutput, QKVProjection
 from jaxinfer.layers.norm import RMSNorm
-from jaxinfer.layers.stream import NOTHING, ONE_DEVICE, Following, Stream, Sums
+from jaxinfer.layers.stream import ONE_DEVICE, Stream, Sums
 
 type KVCache = tuple[jax.Array, jax.Array]
 """A layer's K and V arrays, each [num_blocks, kv_heads, block_size, head_dim]."""
@@ -45,7 +45,7 @@ class Attention(nnx.Module):
         cache: KVCache,
         *,
         norm: RMSNorm,
-        following: Following = NOTHING,
+        next_norm: jax.Array | None = None,
     ) -> tuple[Stream, KVCache]:
         """Reads the norm of the stream and adds to the stream; and the layer's updated cache."""
         x, missing = stream.normalise(norm)
@@ -73,10 +73,9 @@ class Attention(nnx.Module):
             meta.seq_lens,
             meta.query_start_loc,
             scale=self.scale,
-            prefetch=self.out.prefetch(x.shape[0]),
             implementation=self.kernels.attention,
             step_plan=meta.plan,
         )
         kv_heads = k_cache.shape[1]
         attended = attended.reshape(x.shape[0], kv_heads, -1, q.shape[-1])
-        return self.out(attended, stream, following=following, channel=meta.channel), (k_cache, v_cache)
+        return self.out(attended, stream, next_norm=next_norm, channel=meta.channel), (k_cache, v_cache)

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.kernels.all_reduce import Channel
-from jaxinfer.kernels.linear import choose_for, choose_prefetch, linear
-from jaxinfer.kernels.prefetch import Prefetch
-from jaxinfer.layers.stream import NOTHING, ONE_DEVICE, Following, Stream, Sums
+from jaxinfer.kernels.linear import choose_for, linear
+from jaxinfer.layers.stream import ONE_DEVICE, Stream, Sums
 
 if TYPE_CHECKING:
     from jaxinfer.layers.norm import RMSNorm
@@ -42,7 +41,6 @@ def multiply(
     norm: RMSNorm | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
-    prefetch: Prefetch | None = None,
 ) -> jax.Array:
     """residual + activation(norm(x) @ weight); see `kernels.linear`.
 
@@ -57,7 +55,6 @@ def multiply(
         norm_eps=1e-6 if norm is None else norm.eps,
         activation=activation,
         residual=residual,
-        prefetch=prefetch,
         implementation=choose_for(implementation, x, value, activation=activation, has_norm=norm is not None),
     )
 
@@ -69,15 +66,14 @@ def multiply_into(
     *,
     implementation: str,
     sums: Sums,
-    following: Following,
+    next_norm: jax.Array | None,
     channel: Channel | None,
 ) -> Stream:
     """The stream and x @ weight, which is summed over the mesh axis of `sums`; see `Sums.add`."""
     if sums.axis_name is None:
-        options = {"prefetch": following.prefetch, "implementation": implementation}
-        return Stream(multiply(x, weight, residual=stream.residual, **options))
+        return Stream(multiply(x, weight, residual=stream.residual, implementation=implementation))
     part = multiply(x, weight, implementation=implementation)
-    return sums.add(part, stream, following, channel)
+    return sums.add(part, stream, next_norm, channel)
 
 
 class QKVProjection(nnx.Module):
@@ -102,11 +98,6 @@ class QKVProjection(nnx.Module):
         self.bias = param(shape[1:], dtype, ("kv_heads", None, "head_dim")) if has_bias else None
         self.implementation = implementation
 
-    def prefetch(self, num_rows: int) -> Prefetch | None:
-        """What may be asked for by the kernel before."""
-        weight = self.weight[...]
-        return choose_prefetch(self.implementation, num_rows, weight, head_dim=weight.shape[-1])
-
 
 class AttentionOutput(nnx.Module):
     """[T, kv_heads, group, head_dim] -> [T, hidden], added to the residual stream."""
@@ -127,12 +118,8 @@ class AttentionOutput(nnx.Module):
         self.implementation, self.sums = implementation, sums
 
     def __call__(
-        self, x: jax.Array, stream: Stream, *, following: Following = NOTHING, channel: Channel | None = None
+        self, x: jax.Array, stream: Stream, *, next_norm: jax.Array | None = None, channel: Channel | None = None
     ) -> Stream:
         """Adds to the stream; see `multiply_into`."""
         options = {"implementation": self.implementation, "sums": self.sums}
-        return multiply_into(stream, x, self.weight, following=following, channel=channel, **options)
-
-    def prefetch(self, num_rows: int) -> Prefetch | None:
-        """What may be asked for by the kernel before."""
-        return choose_prefetch(self.implementation, num_rows, self.weight[...], num_inputs=3)
+        return multiply_into(stream, x, self.weight, next_norm=next_norm, channel=channel, **options)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.kernels.all_reduce import Channel
-from jaxinfer.kernels.linear import choose_prefetch
-from jaxinfer.kernels.prefetch import Prefetch
 from jaxinfer.layers.linear import multiply, multiply_into, param
-from jaxinfer.layers.stream import NOTHING, ONE_DEVICE, Following, Stream, Sums
+from jaxinfer.layers.stream import ONE_DEVICE, Stream, Sums
 
 if TYPE_CHECKING:
     from jaxinfer.layers.norm import RMSNorm
@@ -38,17 +37,11 @@ class GatedMLP(nnx.Module):
         stream: Stream,
         *,
         norm: RMSNorm,
-        following: Following = NOTHING,
+        next_norm: jax.Array | None = None,
         channel: Channel | None = None,
     ) -> Stream:
         """Reads the norm of the stream and adds to the stream; see `multiply_into`."""
         x, missing = stream.normalise(norm)
-        down = choose_prefetch(self.implementation, x.shape[0], self.down[...])
-        options = {"activation": "silu", "prefetch": down, "implementation": self.implementation}
-        hidden = multiply(x, self.gate_up, norm=missing, **options)
+        hidden = multiply(x, self.gate_up, norm=missing, activation="silu", implementation=self.implementation)
         options = {"implementation": self.implementation, "sums": self.sums}
-        return multiply_into(stream, hidden, self.down, following=following, channel=channel, **options)
-
-    def prefetch(self, num_rows: int) -> Prefetch | None:
-        """What may be asked for by the kernel before."""
-        return choose_prefetch(self.implementation, num_rows, self.gate_up[...], activation="silu")
+        return multiply_into(stream, hidden, self.down, next_norm=next_norm, channel=channel, **options)

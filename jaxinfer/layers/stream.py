@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 
 from jaxinfer.kernels.all_reduce import Channel, all_reduce_norm
-from jaxinfer.kernels.prefetch import Prefetch
 from jaxinfer.sharding.collectives import all_reduce
 
 if TYPE_CHECKING:
@@ -25,16 +24,6 @@ class Stream(NamedTuple):
         return (self.residual, norm) if self.normed is None else (self.normed, None)
 
 
-class Following(NamedTuple):
-    """What comes behind a sublayer."""
-
-    norm: jax.Array | None = None  # [hidden], the next norm's weight, where the sublayer's sum may do it
-    prefetch: Prefetch | None = None  # the weight that reads the stream next
-
-
-NOTHING = Following()
-
-
 class Sums(NamedTuple):
     """How partial sums are put together; static."""
 
@@ -47,26 +36,27 @@ class Sums(NamedTuple):
         """Whether a sum may be normalised along with it."""
         return self.axis_name is not None and self.implementation != "psum"
 
-    def add(self, part: jax.Array, stream: Stream, following: Following, channel: Channel | None = None) -> Stream:
+    def add(
+        self, part: jax.Array, stream: Stream, next_norm: jax.Array | None, channel: Channel | None = None
+    ) -> Stream:
         """The stream and the sum of all devices' parts.
 
         Args:
           part: [T, hidden], this device's; to be summed over `axis_name`.
-          following: its norm is done along with the sum where that may be.
+          next_norm: [hidden], the weight of the norm that comes next; None where it is not to be done here.
           channel: of the all-reduce kernel; None, or one for fewer rows, leaves the sum to XLA.
         """
         assert self.axis_name is not None
         is_served = self.implementation != "mosaic_gpu" or (channel is not None and part.shape[0] <= channel.rows)
-        if following.norm is None or not self.has_norm or not is_served:
+        if next_norm is None or not self.has_norm or not is_served:
             return Stream(stream.residual + all_reduce(part, self.axis_name))
         normed, residual = all_reduce_norm(
             part,
             stream.residual,
-            following.norm,
+            next_norm,
             self.axis_name,
             eps=self.eps,
             channel=channel,
-            prefetch=following.prefetch,
             implementation=self.implementation,
         )
         return Stream(residual, normed)

@@ -16,7 +16,6 @@ from jaxinfer.kernels import kv_update, paged_attention
 from jaxinfer.layers import (
     Attention,
     Embedding,
-    Following,
     GatedMLP,
     KVCache,
     RMSNorm,
@@ -47,15 +46,14 @@ class DecoderLayer(nnx.Module):
         sin: jax.Array,
         meta: AttentionMetadata,
         cache: KVCache,
-        following: Following,
+        next_norm: jax.Array | None,
     ) -> tuple[Stream, KVCache]:
-        """`following`: what comes behind this layer."""
-        norm = self.mlp_norm.weight[...] if self.has_norm_in_sums else None
-        middle = Following(norm, self.mlp.prefetch(cos.shape[0]))
+        """`next_norm`: the weight of the norm that follows this layer, where the layer's last sum may do it."""
+        middle = self.mlp_norm.weight[...] if self.has_norm_in_sums else None
         with jax.named_scope("attention"):
-            stream, cache = self.attention(stream, cos, sin, meta, cache, norm=self.input_norm, following=middle)
+            stream, cache = self.attention(stream, cos, sin, meta, cache, norm=self.input_norm, next_norm=middle)
         with jax.named_scope("mlp"):
-            return self.mlp(stream, norm=self.mlp_norm, following=following, channel=meta.channel), cache
+            return self.mlp(stream, norm=self.mlp_norm, next_norm=next_norm, channel=meta.channel), cache
 
 
 class DenseModel(nnx.Module):
@@ -126,15 +124,12 @@ class DenseModel(nnx.Module):
         frequencies = jnp.asarray(self.frequencies, jnp.float32)
         cos, sin = rotary_angles(meta.positions, frequencies, self.rotary_factor)
         updated = []
-        for layer, cache, below in zip(self.layers, caches, [*self.layers[1:], None], strict=True):
+        following = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for layer, cache, norm in zip(self.layers, caches, following, strict=True):
             graph, state = nnx.split(layer)
             leaves, tree = jax.tree.flatten(state)
-            norm = self.norm if below is None else below.input_norm
-            following = Following(
-                norm.weight[...] if norm is not None and self.sums.has_norm else None,
-                None if below is None else below.attention.qkv.prefetch(residual.shape[0]),
-            )
-            stream, cache = _run_layer((graph, tree), leaves, stream, cos, sin, meta, cache, following)
+            next_norm = norm.weight[...] if norm is not None and self.sums.has_norm else None
+            stream, cache = _run_layer((graph, tree), leaves, stream, cos, sin, meta, cache, next_norm)
             updated.append(cache)
         if self.norm is None:
             return stream.residual, updated
@@ -174,9 +169,9 @@ def _run_layer(
     sin: jax.Array,
     meta: AttentionMetadata,
     cache: KVCache,
-    following: Following,
+    next_norm: jax.Array | None,
 ) -> tuple[Stream, KVCache]:
     """One layer. An inner jit with the parameters as arguments: equal layers are traced and lowered once."""
     graph, tree = static
     layer = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-    return layer(stream, cos, sin, meta, cache, following)
+    return layer(stream, cos, sin, meta, cache, next_norm)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from jaxinfer.kernels.all_reduce import reference
 from jaxinfer.kernels.all_reduce.channel import Channel
-from jaxinfer.kernels.prefetch import Prefetch
 
 IMPLEMENTATIONS = ("mosaic_gpu", "psum", "reference")
 MAX_BYTES = 2 << 20
@@ -83,7 +82,6 @@ def all_reduce_norm(
     *,
     eps: float = 1e-6,
     channel: Channel | None = None,
-    prefetch: Prefetch | None = None,
     implementation: str = "psum",
 ) -> tuple[jax.Array, jax.Array]:
     """What ends a sublayer: the sum over the ranks, the residual added, and the norm before the next one.
@@ -93,7 +91,6 @@ def all_reduce_norm(
       residual: [T, hidden], the same on all ranks; added to the sum in float32 and rounded once.
       weight: [hidden] of the RMS norm (arXiv 1910.07467), which rounds to residual's dtype before it scales.
       axis_name, channel, implementation: as for `all_reduce`.
-      prefetch: the weight that is read next, which an implementation may ask the L2 cache for.
 
     Returns:
       The normalised rows and the new residual, both [T, hidden].
@@ -109,7 +106,7 @@ def all_reduce_norm(
     if implementation == "mosaic_gpu":
         from jaxinfer.kernels.all_reduce import mosaic_gpu
 
-        return mosaic_gpu.all_reduce_norm(x, residual, weight, _given(channel), eps=eps, prefetch=prefetch)
+        return mosaic_gpu.all_reduce_norm(x, residual, weight, _given(channel), eps=eps)
     if implementation == "psum":
         total = jax.lax.psum(x, axis_name).astype(jnp.float32)
         return reference.add_norm(total, residual, weight, eps)

@@ -54,15 +54,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.kernels.all_reduce.channel import Channel
 from jaxinfer.kernels.all_reduce.mosaic_gpu_slots import THREADS, Slots
-from jaxinfer.kernels.prefetch import Beginnings, Prefetch
 
 DTYPES = (jnp.bfloat16, jnp.float16)
-SMS = 132
 MAX_ROWS = 256
 """Blocks of `THREADS` that an H200 holds at once, whatever their registers: two a multiprocessor."""
 
@@ -92,23 +89,13 @@ def all_reduce(x: jax.Array, channel: Channel) -> jax.Array:
 
 
 def all_reduce_norm(
-    x: jax.Array,
-    residual: jax.Array,
-    weight: jax.Array,
-    channel: Channel,
-    *,
-    eps: float,
-    prefetch: Prefetch | None = None,
+    x: jax.Array, residual: jax.Array, weight: jax.Array, channel: Channel, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.all_reduce_norm`."""
     _check(x, channel)
-    num_rows = x.shape[0]
-    body, helpers, ahead = functools.partial(_norm_kernel, channel=channel, eps=eps), 0, ()
-    if prefetch is not None and num_rows < SMS:
-        helpers, ahead = SMS - num_rows, (prefetch.weight,)
-        body = functools.partial(_with_helpers, body, num_rows, prefetch.beginnings)
-    launch = _launch(body, "all_reduce_norm", num_rows + helpers, (x, residual))
-    return launch(*ahead, x, residual, weight, channel.addresses, channel.memory)
+    body = functools.partial(_norm_kernel, channel=channel, eps=eps)
+    launch = _launch(body, "all_reduce_norm", x.shape[0], (x, residual))
+    return launch(x, residual, weight, channel.addresses, channel.memory)
 
 
 def _check(x: jax.Array, channel: Channel) -> None:
@@ -133,13 +120,6 @@ def _launch(body: Any, name: str, rows: int, like: Any, **params: Any) -> Callab
 def _layout(hidden: int) -> Any:
     vector_size = next(size for size in (8, 4, 2) if hidden % (size * THREADS) == 0)
     return plgpu.Layout.WG_STRIDED((hidden,), vec_size=vector_size)
-
-
-def _with_helpers(body: Callable[..., None], num_rows: int, beginnings: Beginnings, ahead: Any, *refs: Any) -> None:
-    """Blocks beyond those of the rows, which fill the other multiprocessors, ask for the weight behind."""
-    block, helpers = lax.axis_index("row"), SMS - num_rows
-    pl.when(block < num_rows)(lambda: body(*refs))
-    pl.when(block >= num_rows)(lambda: beginnings.ask(ahead, block - num_rows, helpers, is_early=True))
 
 
 def _sum_kernel(x, addresses, _, out, *, channel: Channel) -> None:

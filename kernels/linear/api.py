@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from jaxinfer.kernels.kv_update import check_rope, rope_kv_update
 from jaxinfer.kernels.linear import reference
-from jaxinfer.kernels.linear.tuning import Params, Product, prefetch_settings, tuned_params
-from jaxinfer.kernels.prefetch import Prefetch
+from jaxinfer.kernels.linear.tuning import Params, Product, tuned_params
 
 IMPLEMENTATIONS = ("mosaic_gpu", "reference")
 
@@ -56,35 +55,6 @@ def _product(x: tuple[int, ...], weight: jax.Array, activation: str | None, *, h
     return Product(x[0], size, segments, weight.size // size // segments, has_norm)
 
 
-def choose_prefetch(
-    implementation: str,
-    num_rows: int,
-    weight: jax.Array,
-    *,
-    num_inputs: int = 1,
-    activation: str | None = None,
-    head_dim: int | None = None,
-) -> Prefetch | None:
-    """What a kernel before a product of few rows may ask the L2 cache for; None where that gains nothing.
-
-    Args:
-      implementation: the fastest one of the product that may be used.
-      num_rows: of x.
-      weight: [*inputs, *outputs]; `num_inputs` are inputs.
-      activation: of the product.
-      head_dim: of a projection to heads, which may be fused with what follows.
-    """
-    settings = prefetch_settings()
-    is_served = implementation == "mosaic_gpu" and weight.dtype in (jnp.bfloat16, jnp.float16)
-    if not is_served or num_rows > settings.max_rows:
-        return None
-    ways = [(head_dim, True), (head_dim, False)] * (head_dim is not None) + [(None, True)]
-    x = (num_rows, *weight.shape[:num_inputs])
-    found = (tuned_params(_product(x, weight, activation, has_norm=norm), head_dim=size) for size, norm in ways)
-    parts = next((params.splits for params in found if params is not None), 1)
-    return Prefetch.of(weight, settings.max_bytes, parts=parts, delay=settings.delay)
-
-
 @partial(jax.jit, static_argnames=("norm_eps", "activation", "implementation"))
 def linear(
     x: jax.Array,
@@ -95,7 +65,6 @@ def linear(
     bias: jax.Array | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
-    prefetch: Prefetch | None = None,
     implementation: str = "reference",
 ) -> jax.Array:
     """residual + activation(norm(x) @ weight + bias), accumulated in float32.
@@ -108,7 +77,6 @@ def linear(
       bias: [*outputs].
       activation: None, or "silu": outputs are [2, F], and silu(out[0]) * out[1] is left.
       residual: [T, *outputs], or [T, F] with an activation.
-      prefetch: the weight that is read next, which an implementation may ask the L2 cache for.
       implementation: one of `IMPLEMENTATIONS`.
 
     Returns:
@@ -146,7 +114,6 @@ def linear(
         weight.reshape(size, segments, columns),
         bias=None if bias is None else bias.reshape(segments, columns),
         residual=None if residual is None else residual.reshape(-1, columns),
-        prefetch=prefetch,
         **options,
     )
     return out.reshape(result)

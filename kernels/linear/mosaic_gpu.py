@@ -15,7 +15,6 @@ from jaxinfer.kernels.linear import mosaic_gpu_cluster, mosaic_gpu_many_rows, re
 from jaxinfer.kernels.linear.mosaic_gpu_common import Fusions
 from jaxinfer.kernels.linear.tuning import ATOM, ManyRowsParams, Params, Product, default_params, tuned_params
 from jaxinfer.kernels.lowering import ask_ptxas_once
-from jaxinfer.kernels.prefetch import Prefetch
 
 ask_ptxas_once()
 
@@ -29,7 +28,6 @@ def linear(
     residual: jax.Array | None = None,  # [T, F]
     bias: jax.Array | None = None,  # [segments, F]
     activation: str | None = None,
-    prefetch: Prefetch | None = None,
     params: Params | ManyRowsParams | None = None,
 ) -> jax.Array:
     """See `api.linear`; [T, F]."""
@@ -42,17 +40,10 @@ def linear(
     params.check(product)
     if x.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != x.dtype:
         raise NotImplementedError(f"x {x.dtype} with weight {weight.dtype}: both must be bf16 or both f16")
-    fusions = Fusions(
-        norm_eps if norm_weight is not None else None,
-        bias is not None,
-        residual is not None,
-        activation,
-        None if prefetch is None else prefetch.beginnings,
-    )
+    fusions = Fusions(norm_eps if norm_weight is not None else None, bias is not None, residual is not None, activation)
     if norm_weight is not None:
         norm_weight = norm_weight.reshape(-1, ATOM)
-    ahead = None if prefetch is None else prefetch.weight
-    operands = [x, weight, *(y for y in (norm_weight, bias, residual, ahead) if y is not None)]
+    operands = [x, weight, *(y for y in (norm_weight, bias, residual) if y is not None)]
     if isinstance(params, ManyRowsParams):
         return mosaic_gpu_many_rows.run(operands, product, fusions, params)
     return mosaic_gpu_cluster.run(operands, product, fusions, params)

@@ -51,13 +51,11 @@ def multiply(
     eps: float | None,
     params: Params,
     scratch: Any = (),
-    ask_ahead: Callable[[jax.Array, int], None] | None = None,
 ) -> None:
     """The body of a kernel: norm(x) @ w, of which every CTA hands its rows and columns to `finish`.
 
     `finish(rows, column, scratch)` is called before the product is known, to fetch what it needs, and returns
     `write(read)`. There, `read(segment, columns, layout)` gives those columns of the CTA's block, summed, float32.
-    `ask_ahead(cta, num_ctas)` is called by the producer when all that it loads is on its way.
     """
     num_rows, size = x_ref.shape
     segments = w_ref.shape[1]
@@ -131,8 +129,6 @@ def multiply(
                 for i in range(stages):
                     load_x(i, i)
             lax.fori_loop(stages, num_tiles, load, None)
-            if ask_ahead is not None:
-                ask_ahead(lax.axis_index("column") * splits + split, w_ref.shape[2] // block_n * splits)
 
         def at_split(shared, in_device, other):
             """What another CTA of the cluster has left."""
@@ -245,12 +241,12 @@ def kernel(body: Callable[..., None], name: str, product: Product, params: Param
 def _kernel(
     x_ref,  # [T, K]
     w_ref,  # [K, segments, F]
-    *refs,  # norm weight [K / 64, 64], bias [segments, F], residual [T, F], the next weight, if any; then the outputs
+    *refs,  # norm weight [K / 64, 64], bias [segments, F], residual [T, F] where there are any; then the outputs
     fusions: Fusions,
     params: Params,
 ):
     *optional, out_ref, part_ref, square_ref = refs
-    norm_ref, bias_ref, residual_ref, ask_ahead = fusions.split(optional)
+    norm_ref, bias_ref, residual_ref = fusions.split(optional)
     segments, block_n = w_ref.shape[1], params.block_n
     owned = x_ref.shape[0] // params.splits
     layout = out_layout(owned, block_n)
@@ -265,8 +261,7 @@ def _kernel(
 
         return write
 
-    options = {"eps": fusions.eps, "params": params, "ask_ahead": ask_ahead}
-    multiply(x_ref, w_ref, norm_ref, (part_ref, square_ref), finish_block, **options)
+    multiply(x_ref, w_ref, norm_ref, (part_ref, square_ref), finish_block, eps=fusions.eps, params=params)
 
 
 def run(operands: list[jax.Array], product: Product, fusions: Fusions, params: Params) -> jax.Array:

@@ -14,7 +14,6 @@ from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.kernels.linear.tuning import ATOM, ROWS
-from jaxinfer.kernels.prefetch import Beginnings
 
 TILE_ROWS = 8  # rows of a swizzled tile
 WARPS, LANES = 4, 32
@@ -82,17 +81,13 @@ class Fusions:
     has_bias: bool
     has_residual: bool
     activation: str | None
-    ahead: Beginnings | None = None
 
-    def split(self, refs: list[Any]) -> tuple[Any, Any, Any, Callable[[jax.Array, int], None] | None]:
-        """(norm weight, bias, residual, what asks for the next weight): None for those that are not there.
-
-        The last is a function of this CTA's number and how many there are.
-        """
+    def split(self, refs: list[Any]) -> tuple[Any, Any, Any]:
+        """(norm weight, bias, residual) of the arrays that are there, None for the others."""
         refs = list(refs)
         flags = (self.eps is not None, self.has_bias, self.has_residual)
         norm, bias, residual = (refs.pop(0) if flag else None for flag in flags)
-        return norm, bias, residual, None if self.ahead is None else functools.partial(self.ahead.ask, refs.pop(0))
+        return norm, bias, residual
 
 
 def spread(values: jax.Array, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:

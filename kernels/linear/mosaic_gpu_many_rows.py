@@ -94,12 +94,12 @@ class Cut:
 def _kernel(
     x_ref,  # [T, K]
     w_ref,  # [K, segments, F]
-    *refs,  # bias [segments, F], residual [T, F], the next weight where there are any; then the outputs
+    *refs,  # bias [segments, F], residual [T, F] where there are any; then the outputs
     fusions: Fusions,
     cut: Cut,
 ):
     *optional, out_ref, part_ref = refs
-    _, bias_ref, residual_ref, ask_ahead = fusions.split(optional)
+    _, bias_ref, residual_ref = fusions.split(optional)
     part = lax.axis_index("part")
 
     @functools.partial(pl.run_scoped, **cut.scratch(x_ref.dtype), collective_axes="wg")
@@ -147,8 +147,6 @@ def _kernel(
             if cut.moves_registers:
                 plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             _load_tiles(x_ref, w_ref, part, ring, ready, free, cut)
-            if ask_ahead is not None:
-                ask_ahead(lax.axis_index("column") * cut.parts + part, w_ref.shape[2] // cut.params.block_n * cut.parts)
 
         @pl.when(wg < cut.consumers)
         def _consumer():

@@ -184,7 +184,7 @@ class ManyRowsParams(Tuning):
 
 
 @functools.cache
-def _tuned(device_kind: str) -> dict[str, dict[str, Any]]:
+def _tuned(device_kind: str) -> dict[str, dict[str, dict[str, Any]]]:
     path = pathlib.Path(__file__).parent / "tuned" / f"{device_kind.lower().replace(' ', '_')}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -211,24 +211,6 @@ def tuned_params(
         return None
     params = tuned_params(dataclasses.replace(product, has_norm=False), device_kind=device_kind)
     return dataclasses.replace(params, norm_apart=True) if isinstance(params, Params) else params
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefetchSettings:
-    """Kernels of steps of so many rows at most ask the L2 cache for so much of the next product's weight.
-
-    delay: see `Beginnings`.
-    """
-
-    max_rows: int = 0
-    max_bytes: int = 0
-    delay: int = 0
-
-
-@functools.cache
-def prefetch_settings(device_kind: str = DEFAULT_DEVICE) -> PrefetchSettings:
-    """From `tuned/`; never, where that has none."""
-    return PrefetchSettings(**_tuned(device_kind).get("prefetch", {}))
 
 
 def wave(cluster: int) -> int:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.kernels.paged_attention import reference
-from jaxinfer.kernels.prefetch import Prefetch
 
 IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu", "reference")
 FP8 = jnp.float8_e4m3fn
@@ -104,7 +103,6 @@ def paged_attention(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
-    prefetch: Prefetch | None = None,
     implementation: str = "reference",
     step_plan: Any = None,
 ) -> jax.Array:
@@ -126,7 +124,6 @@ def paged_attention(
       softcap: scores become softcap * tanh(score / softcap).
       sinks: [heads]: a logit per head that takes part in the softmax and has no value.
       k_scale: float32 scalar that multiplies a quantised K; `v_scale` alike.
-      prefetch: the weight that is read next, which an implementation may ask the L2 cache for.
       implementation: one of `IMPLEMENTATIONS`.
       step_plan: what `plan` made of this step, or None.
 
@@ -151,7 +148,7 @@ def paged_attention(
     if implementation == "mosaic_gpu":
         from jaxinfer.kernels.paged_attention import mosaic_gpu
 
-        return mosaic_gpu.paged_attention(*arguments, **options, prefetch=prefetch, step_plan=step_plan)
+        return mosaic_gpu.paged_attention(*arguments, **options, step_plan=step_plan)
     if implementation == "mosaic_tpu":
         from jaxinfer.kernels.paged_attention import mosaic_tpu
 

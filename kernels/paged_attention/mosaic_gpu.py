@@ -27,7 +27,6 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu_prefill import (
     plan_prefill,
     prefill_attention,
 )
-from jaxinfer.kernels.prefetch import Prefetch
 
 ask_ptxas_once()
 
@@ -158,7 +157,6 @@ def paged_attention(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
-    prefetch: Prefetch | None = None,
     step_plan: Plan | None = None,
 ) -> jax.Array:
     """See `api.paged_attention`. `step_plan` is what `plan` made of this step for layers of this `window`."""
@@ -181,8 +179,7 @@ def paged_attention(
         raise ValueError(f"a plan for window {step_plan.decode.window} in a layer of window {window}")
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
     scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
-    ahead = prefetch if step_plan.prefill is None else None  # which is asked for by the last kernel or not at all
-    out = decode_attention(q, k_cache, v_cache, block_tables, step_plan.decode, **options, **scales, prefetch=ahead)
+    out = decode_attention(q, k_cache, v_cache, block_tables, step_plan.decode, **options, **scales)
     if step_plan.prefill is None:
         return out
     return prefill_attention(q, k_cache, v_cache, block_tables, step_plan.prefill, out, **options, **scales)

@@ -15,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxinfer.kernels.paged_attention.mosaic_gpu_common import LOG2E, TILE_ROWS, pad_rows
 from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_kernel import decode_kernel, product_rows
 from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_plan import DecodeParams, DecodePlan
-from jaxinfer.kernels.prefetch import Prefetch
 
 MIN_GROUP = 8  # smallest wgmma N
 MAX_GROUP = 32
@@ -63,7 +62,6 @@ def decode_attention(
     sinks: jax.Array | None = None,  # [H]
     k_scale: jax.Array | None = None,  # float32 scalar
     v_scale: jax.Array | None = None,
-    prefetch: Prefetch | None = None,
 ) -> jax.Array:
     """Attention of the batch's decode rows [T, H, D]; tokens past the batch are 0, other rows' undefined."""
     num_tokens, num_heads, head_dim = q.shape
@@ -83,8 +81,6 @@ def decode_attention(
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group) * LOG2E
         operands.append(jnp.pad(sinks, ((0, 0), (0, padded_group - group))))
-    if prefetch is not None:
-        operands.append(prefetch.weight)
     rows = sum(count for _, count in product_rows(head_dim))
     kernel = plgpu.kernel(
         functools.partial(
@@ -95,7 +91,6 @@ def decode_attention(
             softcap=softcap,
             has_scales=has_scales,
             has_sinks=sinks is not None,
-            ahead=None if prefetch is None else prefetch.beginnings,
             params=params,
         ),
         out_type=(

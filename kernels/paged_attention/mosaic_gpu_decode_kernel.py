@@ -46,7 +46,6 @@ from jaxinfer.kernels.paged_attention.mosaic_gpu_common import (
     zero_rows_outside,
 )
 from jaxinfer.kernels.paged_attention.mosaic_gpu_decode_plan import DecodeParams, walk
-from jaxinfer.kernels.prefetch import Beginnings
 
 MERGE_UNROLL = 4  # partial results in flight while merging, if registers allow
 MERGE_REGISTERS = 64  # of a thread, for these
@@ -68,20 +67,18 @@ def decode_kernel(
     cta_work_ref,  # [C, 8]
     num_tokens_ref,  # [1]
     arrivals_ref,  # [C]
-    *refs,  # k_scale [1] and v_scale [1], sinks [KVH, padded group], the next weight where there are any; the outputs
+    *refs,  # k_scale [1] and v_scale [1], sinks [KVH, padded group] where there are any; then the outputs
     group: int,
     scale: float,
     window: int | None,
     softcap: float | None,
     has_scales: bool,
     has_sinks: bool,
-    ahead: Beginnings | None,
     params: DecodeParams,
 ):
     *optional, out_ref, part_out_ref, part_max_ref, part_sum_ref = refs
     scale_refs = [optional.pop(0), optional.pop(0)] if has_scales else None
     sinks_ref = optional.pop(0) if has_sinks else None
-    ahead_ref = optional.pop(0) if ahead is not None else None
     _, num_kv_heads, block_size, head_dim = k_ref.shape
     block_kv, stages = params.block_kv, params.num_stages
     is_quantised = k_ref.dtype != q_ref.dtype
@@ -170,10 +167,6 @@ def decode_kernel(
                 lax.fori_loop(0, piece.count, load_tile, first_pages)
 
             tiles, pieces = walk(cta_work_ref, row_info_ref, num_kv_heads, load_piece)
-            if ahead is not None:  # all that this CTA reads is on its way; if that is nothing, others may not be so far
-                ask = functools.partial(ahead.ask, ahead_ref, cta, params.num_ctas)
-                pl.when(tiles == 0)(lambda: ask(is_early=True))
-                pl.when(tiles > 0)(lambda: ask())
 
             def drain(count, depth, *barriers):
                 def wait(i, _):

@@ -1,4 +1,4 @@
-"""The projection that is fused with rotation and the KV cache, and kernels that ask for the next weight, on a GPU."""
+"""The projection that is fused with rotation and the KV cache, on a GPU."""
 
 from functools import partial
 
@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.kernels.linear import arg_specs, linear, mosaic_gpu, mosaic_gpu_qkv, qkv_rope_kv_update
+from jaxinfer.kernels.linear import mosaic_gpu_qkv, qkv_rope_kv_update
 from jaxinfer.kernels.linear.arg_specs import make_qkv_inputs
 from jaxinfer.kernels.linear.tuning import Params
-from jaxinfer.kernels.paged_attention import paged_attention
-from jaxinfer.kernels.prefetch import Prefetch
 
 pytestmark = pytest.mark.device
 NUM_BLOCKS, BLOCK_SIZE = 40, 64
@@ -45,28 +43,3 @@ def test_the_fused_projection_gives_its_parts(sizes: dict, rows: int, more: dict
             got, right, before = (np.asarray(x, np.float32).swapaxes(1, 2) for x in (got, right, before))
             assert np.linalg.norm(got[is_new] - right[is_new]) < 6e-3 * np.linalg.norm(right[is_new])
             np.testing.assert_array_equal(got[~is_new], before[~is_new])  # padding rows are dropped
-
-
-@pytest.mark.parametrize("parts", [1, 3, 4])
-def test_what_is_asked_for_changes_nothing(parts: int) -> None:
-    """A weight whose parts do not end where what is asked for does; a product of few rows, of many, and attention."""
-    ahead = jnp.ones((3 * 512, 1000), jnp.bfloat16)
-
-    def both(x: jax.Array, weight: jax.Array, prefetch: Prefetch | None) -> jax.Array:
-        return mosaic_gpu.linear(x, weight[:, None], prefetch=prefetch)
-
-    asked = Prefetch.of(ahead, 1 << 20, parts=parts)
-    assert asked is not None
-    for rows in (16, 128):
-        x, weight, _ = arg_specs.make_inputs(arg_specs.Spec(rows, (1024,), (4096,)), 0)
-        out = [np.asarray(jax.jit(both)(x, weight, prefetch).astype(jnp.float32)) for prefetch in (None, asked)]
-        np.testing.assert_array_equal(*out)
-        expected = np.asarray(linear(x, weight).astype(jnp.float32))
-        assert np.linalg.norm(out[0] - expected) < 6e-3 * np.linalg.norm(expected)
-    keys = jax.random.split(jax.random.key(0), 3)
-    q = jax.random.normal(keys[0], (16, 32, 128), jnp.bfloat16)
-    pages = [jax.random.normal(key, (40, 8, 64, 128), jnp.bfloat16) for key in keys[1:]]
-    tables, seq_lens = jnp.arange(32).reshape(16, 2), jnp.arange(16) * 8 + 1
-    attend = partial(paged_attention, q, *pages, tables, seq_lens, jnp.arange(17), scale=0.1)
-    out = [attend(prefetch=prefetch, implementation="mosaic_gpu") for prefetch in (None, asked)]
-    np.testing.assert_array_equal(*(np.asarray(x.astype(jnp.float32)) for x in out))

@@ -19,7 +19,6 @@ from jaxinfer.kernels.linear.tuning import (
     PRODUCER_REGISTERS,
     ManyRowsParams,
     Params,
-    PrefetchSettings,
     Product,
     default_params,
     tuned_params,
@@ -112,7 +111,6 @@ def test_parameters_fit_their_products() -> None:
             params.check(product)
             tuned.add(product.name)
     entries = json.loads((pathlib.Path(tuning.__file__).parent / "tuned" / "nvidia_h200.json").read_text())
-    PrefetchSettings(**entries.pop("prefetch", {}))
     heads = {
         name: found for name in entries if (found := re.fullmatch(r"(\d+)x1x(\d+)( of norm)? in heads of (\d+)", name))
     }
@@ -149,17 +147,29 @@ def test_a_norm_is_apart_where_only_the_product_was_measured() -> None:
     assert tuned_params(Product(16, 1024, 1, 4096)) is None
 
 
-def test_parameters_serve_down_to_half_of_the_rows_they_were_measured_at() -> None:
+def test_parameters_serve_down_to_half_of_the_rows_they_were_measured_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = {"block_n": 64, "splits": 2, "num_stages": 8}, {"block_n": 64, "consumer_rows": 64, "num_stages": 7}
+    table = {
+        "6144x1x4096": {"128": few},
+        "1024x1x4096 of norm": {"16": few, "64": few, "128": many | {"consumer_rows": 128}, "192": many},
+    }
+    monkeypatch.setattr(tuning, "_tuned", lambda device_kind: table if device_kind == "a card" else {})
+
     def found(size: int, columns: int, *, has_norm: bool = False) -> dict[int, tuple[int, bool]]:
         """By number of rows, stages and whether the kernel is that for many rows."""
-        every = {rows: tuned_params(Product(rows, size, 1, columns, has_norm)) for rows in range(8, 513, 8)}
+        products = {rows: Product(rows, size, 1, columns, has_norm) for rows in range(8, 513, 8)}
+        every = {rows: tuned_params(product, device_kind="a card") for rows, product in products.items()}
         return {rows: (p.num_stages, isinstance(p, ManyRowsParams)) for rows, p in every.items() if p is not None}
 
-    at_128 = dict.fromkeys((80, 96, 112, 128), (7, False))
-    assert found(6144, 4096) == at_128  # measured at 128
-    at_16_or_64 = dict.fromkeys((16, 48, 64), (8, False))
-    # Measured at 16, 64, and for many rows at 128, 192 and 256: in multiples of 128, 64 and 128.
-    assert found(1024, 4096, has_norm=True) == at_16_or_64 | {128: (9, True), 192: (7, True), 256: (5, True)}
+    at_128 = dict.fromkeys((80, 96, 112, 128), (8, False))
+    assert found(6144, 4096) == at_128
+    assert found(6144, 4096, has_norm=True) == at_128  # with the norm apart
+    # The kernel for many rows does multiples of its consumers' rows.
+    assert found(1024, 4096, has_norm=True) == dict.fromkeys((16, 48, 64), (8, False)) | {
+        128: (7, True),
+        192: (7, True),
+    }
+    assert found(1024, 4096) == {}
 
 
 def test_no_consumer_asks_for_registers_that_were_not_launched() -> None:
