@@ -91,13 +91,13 @@ def run_script(script: str, *arguments: str, count: int = 2, num_devices: int = 
     return run(commands, num_devices=num_devices)
 
 
-def generate(*flags: str, count: int = 2, num_devices: int) -> list[tuple[int, str, str]]:
-    """`python -m jaxinfer.generate` in several processes. What only process 0 needs is "0:FLAG"."""
+def generate(*flags: str, count: int = 2, num_devices: int, command: str = "generate") -> list[tuple[int, str, str]]:
+    """A command of jaxinfer in several processes. What only process 0 needs is "0:FLAG"."""
     where = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(count), "--process-id"]
     commands = []
     for number in range(count):
         own = [flag.removeprefix("0:") for flag in flags if number == 0 or not flag.startswith("0:")]
-        commands.append(["-m", "jaxinfer.generate", *where, str(number), *own])
+        commands.append(["-m", *f"jaxinfer.{command}".split(), *where, str(number), *own])
     return run(commands, num_devices=num_devices)
 
 
@@ -110,18 +110,34 @@ def token_ids(output: str) -> list[list[int]]:
     return [json.loads(line)["token_ids"] for line in output.splitlines()]
 
 
-@pytest.mark.parametrize(("mesh", "num_devices"), [("tensor=4", 2), ("pipe=2", 1)])
+@pytest.mark.parametrize(("mesh", "num_devices"), [("tensor=4", 2), ("pipe=2 --pipe-layers 1,1", 1)])
 def test_two_processes_give_the_tokens_of_one(mesh, num_devices, tmp_path, monkeypatch):
     """Half of every layer each, or half of the layers. Process 1 is given no prompts, and prints nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     golden, _ = read("qwen3_gqa")
     folder = write_model(tmp_path / "m", golden["config"], seed=golden["seed"], with_tokenizer=False)
     prompts = write_prompts(tmp_path / "prompts.jsonl", [golden["input_ids"]])
-    flags = ["--model", str(folder), "--mesh", mesh, "--max-num-seqs", "1", "--max-num-batched-tokens", "40"]
+    flags = ["--model", str(folder), "--mesh", *mesh.split(), "--max-num-seqs", "1", "--max-num-batched-tokens", "40"]
     flags += ["--no-prefix-caching", "--temperature", "0", "--max-tokens", "6", "--ignore-eos", "--json"]
     (code, out, err), other = generate(*flags, "0:--prompts-file", f"0:{prompts}", num_devices=num_devices)
     assert code == 0, err
     assert token_ids(out) == [golden["greedy_ids"][:6]]
+    assert other[:2] == (0, ""), other
+
+
+@pytest.mark.slow
+def test_two_processes_are_measured_as_one_engine(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = write_model(tmp_path / "m", seed=4, num_hidden_layers=3, with_tokenizer=False)
+    flags = ["--model", str(folder), "--mesh", "pipe=2", "--pipe-layers", "1,2"]
+    flags += ["--num-blocks", "64", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"]
+    flags += ["--batch-size", "2", "--input-len", "5", "--output-len", "4", "--iterations", "2"]
+    (code, out, err), other = generate(*flags, "0:--json", "0:-", num_devices=1, command="bench latency")
+    assert code == 0, err
+    report = json.loads(out)
+    assert (report["device"]["count"], report["model"]["num_layers"]) == (2, 3)
+    throughput = report["measured"]["throughput"]
+    assert (throughput["num_requests"], throughput["num_output_tokens"], throughput["num_failed"]) == (4, 16, 0)
     assert other[:2] == (0, ""), other
 
 
