@@ -16,6 +16,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -91,14 +92,17 @@ def run_script(script: str, *arguments: str, count: int = 2, num_devices: int = 
     return run(commands, num_devices=num_devices)
 
 
-def generate(*flags: str, count: int = 2, num_devices: int, command: str = "generate") -> list[tuple[int, str, str]]:
-    """A command of jaxinfer in several processes. What only process 0 needs is "0:FLAG"."""
+def run_command(command: str, *flags: str, count: int = 2, num_devices: int) -> list[tuple[int, str, str]]:
+    """`python -m jaxinfer.COMMAND` in several processes. What only process 0 needs is "0:FLAG"."""
     where = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(count), "--process-id"]
     commands = []
     for number in range(count):
         own = [flag.removeprefix("0:") for flag in flags if number == 0 or not flag.startswith("0:")]
         commands.append(["-m", *f"jaxinfer.{command}".split(), *where, str(number), *own])
     return run(commands, num_devices=num_devices)
+
+
+generate = partial(run_command, "generate")
 
 
 def write_prompts(path: Path, prompts: list[list[int]]) -> str:
@@ -132,7 +136,7 @@ def test_two_processes_are_measured_as_one_engine(tmp_path, monkeypatch):
     flags = ["--model", str(folder), "--mesh", "pipe=2", "--pipe-layers", "1,2"]
     flags += ["--num-blocks", "64", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"]
     flags += ["--batch-size", "2", "--input-len", "5", "--output-len", "4", "--iterations", "2"]
-    (code, out, err), other = generate(*flags, "0:--json", "0:-", num_devices=1, command="bench latency")
+    (code, out, err), other = run_command("bench latency", *flags, "0:--json", "0:-", num_devices=1)
     assert code == 0, err
     report = json.loads(out)
     assert (report["device"]["count"], report["model"]["num_layers"]) == (2, 3)
