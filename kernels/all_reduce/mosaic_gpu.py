@@ -107,7 +107,13 @@ def _check(x: jax.Array, channel: Channel) -> None:
 
 
 def _launch(body: Any, name: str, rows: int, like: Any, **params: Any) -> Callable[..., Any]:
-    return plgpu.kernel(
+    """A kernel that runs once for each call.
+
+    XLA takes it for a function of its arguments, which may as well be computed twice: it does so where a result is
+    written into a larger array, by a copy of the kernel that writes there ("dynamic-slice fusion"). So nothing sees the
+    kernel behind its results.
+    """
+    launch = plgpu.kernel(
         body,
         out_type=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like),
         grid=(rows,),
@@ -115,6 +121,7 @@ def _launch(body: Any, name: str, rows: int, like: Any, **params: Any) -> Callab
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **params),
     )
+    return lambda *operands: lax.optimization_barrier(launch(*operands))
 
 
 def _layout(hidden: int) -> Any:
